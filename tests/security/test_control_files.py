@@ -97,7 +97,7 @@ def test_a_file_in_a_folder_that_the_group_can_write_is_refused(tmp_path: Path) 
 
     assert done.returncode == 2
     assert f"{folder} can be written by its group (mode 2775)" in done.stderr
-    assert f"next: see that all in it is yours, then: chmod go-w {folder}" in done.stderr
+    assert f"next: check that everything in it is yours, then: chmod go-w {folder}" in done.stderr
 
 
 @pytest.mark.parametrize("kind", ["link", "FIFO", "folder"])

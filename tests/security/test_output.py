@@ -255,7 +255,7 @@ def test_damaged_metrics_rows_cost_a_stage_neither_its_outcome_nor_its_next_star
     write_text(paths.metrics, "[" * 100_000 + '\n{"step": "x", "seconds": "12", "loss": 0.5}\n')
 
     assert stage_metrics(paths) == (0, {})
-    assert [found.measured for found in damage_findings(paths)] == ["2 lines are no rows, first 1"]
+    assert [found.measured for found in damage_findings(paths)] == ["2 lines are not rows, first 1"]
     assert MetricsLog(paths.metrics).keep_until(3) == 2
 
 

@@ -121,4 +121,4 @@ def test_nodes_of_a_job_that_runs_are_checked_from_outside(
     wait_for(lambda: not state().startswith(("RUNNING", "COMPLETING")), "its end")
     over = preflight()
     assert over.returncode == 3
-    assert "is CANCELLED: it has no nodes to check" in over.stderr
+    assert "is CANCELLED and has no nodes to check" in over.stderr

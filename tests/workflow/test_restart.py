@@ -51,7 +51,7 @@ def test_a_stage_is_trained_anew_at_another_rate_and_its_first_steps_are_kept(
 
     refused = run_workflow(*asked)
     assert refused.returncode == 1
-    assert "0 of 2 steps ran with what is asked now" in refused.stdout
+    assert "0 of 2 steps ran with the current settings" in refused.stdout
     assert rates(stage.metrics) == [1e-3, 1e-3]
     anew = restart(stage)
     assert anew.returncode == 0, anew.stdout + anew.stderr

@@ -38,7 +38,7 @@ def visible_gpus(wanted: Mapping[str, str], environ: Mapping[str, str]) -> dict[
     if max(numbers) >= len(names):
         raise UsageError(
             f"GPUs {wanted[GPUS]} are wanted, but CUDA_VISIBLE_DEVICES={shown} shows {len(names)}",
-            hint="set cluster.gpus_per_node to what the job has (scontrol show job $SLURM_JOB_ID), and "
+            hint="set cluster.gpus_per_node to the job's (scontrol show job $SLURM_JOB_ID), and "
             "remove --gpus-per-task and --gpu-bind, which show a rank only one GPU, from srun_args",
         )
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[number] for number in numbers)}

@@ -76,8 +76,8 @@ def _own_address(name: str) -> str:
     outward += [entry.address for entry in entries if entry.family == socket.AF_INET]
     if not outward:
         raise LaunchError(
-            f"{name} resolves to {', '.join(dict.fromkeys(found))} on {name} itself, where ranks on "
-            "other nodes cannot reach rank 0",
+            f"{name} resolves to {', '.join(dict.fromkeys(found))} on {name} itself, which ranks "
+            "on other nodes cannot reach",
             hint="set GLOO_SOCKET_IFNAME to the interface between the nodes, or fix /etc/hosts",
         )
     return outward[0]

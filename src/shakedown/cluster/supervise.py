@@ -248,7 +248,7 @@ class Supervisor:
                 left = sorted(process.pid for process in self._living(*sessions))
                 raise LaunchError(
                     f"processes {left} survived SIGKILL",
-                    hint="check `cat /proc/PID/wchan`: a dead file system or driver is blocking them",
+                    hint="check `cat /proc/PID/wchan`: a dead file system or driver blocks them",
                 )
         ended = self.poll()
         # `poll` may just have forgotten some of them.

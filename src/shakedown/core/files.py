@@ -97,9 +97,11 @@ def read_object(
         raise error_class(f"{path} cannot be read: nested too deeply", hint=hint) from error
     if not isinstance(body, dict):
         found = type(body).__name__
-        raise error_class(f"{path} is not a {what}: expected an object, got {found}", hint=hint)
+        raise error_class(
+            f"{path} is not a valid {what}: expected an object, got {found}", hint=hint
+        )
     if schema and body.pop("schema", None) != schema:
-        raise error_class(f'{path} is not a {what}: expected "schema": "{schema}"', hint=hint)
+        raise error_class(f'{path} is not a valid {what}: expected "schema": "{schema}"', hint=hint)
     return body
 
 
@@ -123,7 +125,7 @@ def read_json_as(
     try:
         return json_as(kind, body, unknown=unknown)
     except ValueError as error:
-        raise error_class(f"{path} is not a {what}: {error}", hint=hint) from error
+        raise error_class(f"{path} is not a valid {what}: {error}", hint=hint) from error
 
 
 def json_as(kind: type[Parsed], body: Mapping[str, Any], *, unknown: Unknown = "forbid") -> Parsed:

@@ -1,8 +1,8 @@
-"""Training data: rows of a file, of a known data set or of the hub, and the order they come in.
+"""Training data: rows of a file, a known data set or the hub, and their order.
 
 A source is `[FORMAT=]PLACE`. The place is a JSON-lines or parquet file, `hub:NAME[:SPLIT]`, or the
 name of a known data set with its split, such as `gsm8k:test`. The format says how the rows of that
-data set become `messages` and `answer`; without one they are taken as they stand.
+data set become `messages` and `answer`; without one they are used as they are.
 """
 
 from shakedown.data_sources.conversations import (

@@ -1,4 +1,4 @@
-"""Rows to train and evaluate on: each a conversation, most with the answer to it."""
+"""Rows to train and evaluate on: conversations, most of them with an answer."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from shakedown.core.errors import UsageError
 from shakedown.data_sources.read import placed_rows
 
 _FORM = '{"messages": [{"role": "user", "content": "..."}], "answer": "..."}'
-# Keys of a message, and of a call in it, that only say who speaks or what belongs together.
+# Keys of a message, and of a call in it, that only identify speakers or link calls and results.
 REFERENCES = frozenset({"role", "tool_call_id", "id", "type", "index"})
 
 
@@ -17,8 +17,8 @@ REFERENCES = frozenset({"role", "tool_call_id", "id", "type", "index"})
 class Conversation:
     """`messages`, each with `role` and `content`; at least one of them is the assistant's.
 
-    A message has whatever else its row gives it, such as `tool_calls`. `columns`: the whole row;
-    `place`: where it stands.
+    A message keeps the row's other keys, such as `tool_calls`. `columns`: the whole row; `place`:
+    its location.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -27,7 +27,7 @@ class Conversation:
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        """What the assistant may call, as a chat template takes it.
+        """The tools that the assistant may call, in a chat template's form.
 
         Raises:
             UsageError: the column is of another form.
@@ -49,25 +49,25 @@ def load_rows(source: str, *, limit: int | None = None) -> list[AnsweredRow]:
     """Read a data set.
 
     Args:
-        source: as `shakedown.data_sources` names it: a file, `hub:NAME[:SPLIT]`, a known data set.
+        source: a file, `hub:NAME[:SPLIT]` or a known data set, see `shakedown.data_sources`.
         limit: read at most this many rows.
 
     Raises:
         UsageError: it cannot be read, has no rows, or a row lacks `messages` or `answer`;
             names the file and the line.
-        CannotJudgeError: the hub's data set cannot be had.
+        CannotJudgeError: the hub's data set is not available.
     """
     return list(iter_rows(source, limit=limit))
 
 
 def iter_rows(source: str, *, limit: int | None = None) -> Iterator[AnsweredRow]:
-    """The rows of `load_rows`, one at a time as they are read."""
+    """The rows of `load_rows`, one by one as they are read."""
     for place, body in placed_rows(source, limit=limit, lines=_dataset_lines):
         yield row_of(body, place)
 
 
 def iter_conversations(source: str, *, limit: int | None = None) -> Iterator[Conversation]:
-    """Rows with an answer, and conversations without: what SFT trains on.
+    """Rows with an answer and conversations without one: the training data of SFT.
 
     Raises:
         UsageError, CannotJudgeError: as `load_rows`, but for a row without `answer`.
@@ -77,13 +77,14 @@ def iter_conversations(source: str, *, limit: int | None = None) -> Iterator[Con
 
 
 def _dataset_lines(path: Path) -> Iterator[str]:
-    """Streamed line by line: `datasets` takes dates for numbers where it reads JSON itself.
+    """Stream the file line by line, as `datasets` takes dates for numbers when it reads JSON
+    itself.
 
     Nothing is copied into a cache folder that ranks would race for.
     """
     import datasets
 
-    with path.open("rb"):  # the plain words of the system for a file that cannot be read
+    with path.open("rb"):  # for the system's own message about an unreadable file
         table = datasets.load_dataset(
             "text",
             data_files={"train": str(path)},
@@ -96,25 +97,25 @@ def _dataset_lines(path: Path) -> Iterator[str]:
 
 
 def row_of(body: Mapping[str, Any], place: str) -> AnsweredRow:
-    """The row that an object of `placed_rows` is.
+    """Convert an object of `placed_rows` to a row.
 
     Raises:
-        UsageError: it lacks `messages` or `answer`, or they are of another form; names the place.
+        UsageError: it lacks `messages` or `answer`, or they have another form; names the place.
     """
     row = conversation_of(body, place)
     if not isinstance(row, AnsweredRow):
         raise UsageError(
             f"{place}: no `answer`; keys: {', '.join(body)}",
-            hint=f"expected {_FORM}; without `answer` SFT alone can use a row",
+            hint=f"expected {_FORM}; without `answer` only SFT can use a row",
         )
     return row
 
 
 def conversation_of(body: Mapping[str, Any], place: str) -> Conversation:
-    """The row, or without `answer` the conversation, that an object of `placed_rows` is.
+    """Convert an object of `placed_rows` to a row or, without `answer`, to a conversation.
 
     Raises:
-        UsageError: as `row_of`; without `answer`, no message is the assistant's.
+        UsageError: as `row_of`; without `answer`, no message comes from the assistant.
     """
     fault = _fault(body)
     if fault:
@@ -127,15 +128,15 @@ def conversation_of(body: Mapping[str, Any], place: str) -> Conversation:
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Without keys that say nothing (parquet gives all messages the keys of each); no content, as
-    beside tool calls, is the empty text that servers write for it.
+    """The message without null keys (parquet gives every message the keys of all); missing content,
+    as beside tool calls, becomes the empty text that servers write for it.
     """
     kept = {key: value for key, value in given.items() if value is not None}
     return {"role": given["role"], "content": "", **kept}
 
 
 def _fault(body: Mapping[str, Any]) -> str:
-    """What is wrong with a row, or an empty string."""
+    """The fault of a row, or an empty string."""
     messages, answer = body.get("messages"), body.get("answer")
     if messages is None:
         return f"no `messages`; keys: {', '.join(body) or 'none'}"
@@ -145,14 +146,15 @@ def _fault(body: Mapping[str, Any]) -> str:
         if not _is_message(message):
             return f"each message needs text `role` and `content`, got {message!r:.80}"
     if answer is None and all(message["role"] != "assistant" for message in messages):
-        return f"no `answer`, and no message of the assistant; keys: {', '.join(body)}"
+        return f"no `answer`, and no message from the assistant; keys: {', '.join(body)}"
     if not isinstance(answer, str | None):
         return f"`answer` must be text, got {type(answer).__name__}"
     return ""
 
 
 def _is_message(message: object) -> bool:
-    """Whether it has a role and a text; beside other things, such as tool calls, none is needed."""
+    """Whether it has a role and text; beside other content, such as tool calls, no text is
+    needed."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         return False
     calls = message.get("tool_calls")

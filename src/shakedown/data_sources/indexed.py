@@ -1,4 +1,4 @@
-"""Rows of a source by number, each read from where it stands: memory holds their places alone."""
+"""Rows of a source by number, each read from its place; memory holds only the places."""
 
 import json
 import tempfile
@@ -12,15 +12,15 @@ from shakedown.core.errors import UsageError
 from shakedown.data_sources.read import RowBody, parsed_line, placed_rows, unreadable
 from shakedown.data_sources.source import parse_source
 
-_MARK = b"\xef\xbb\xbf"  # of byte order, which some editors write
+_MARK = b"\xef\xbb\xbf"  # byte order mark, which some editors write
 
 
 class IndexedRows:
-    """All rows of a source. JSON lines are read where they lie; of parquet and the hub, which know
-    no rows by number, a copy is made in a nameless temporary file that ends with the process.
+    """All rows of a source. JSON lines are read in place; parquet and the hub, which have no access
+    by number, are copied to a nameless temporary file that ends with the process.
 
     Raises:
-        UsageError, CannotJudgeError: as `placed_rows`; of a JSON line that is none when it is read.
+        UsageError, CannotJudgeError: as `placed_rows`; for an invalid JSON line when it is read.
     """
 
     def __init__(self, source: str) -> None:
@@ -35,14 +35,14 @@ class IndexedRows:
             self._starts.append(start)
         if not self._starts:
             raise UsageError(
-                f"data set {source} holds no rows", hint="write one JSON object a line"
+                f"data set {source} has no rows", hint="write one JSON object per line"
             )
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __getitem__(self, number: int) -> tuple[str, RowBody]:
-        """A row and its place, as of `placed_rows`."""
+        """A row and its place, as in `placed_rows`."""
         self._file.seek(self._starts[number])
         line = self._file.readline()
         if self._copied:
@@ -67,7 +67,7 @@ class IndexedRows:
 
 
 def _places(file: IO[bytes]) -> Iterator[tuple[int, int]]:
-    """Number from 1 and first byte of each line that is not empty."""
+    """The number (from 1) and first byte of each non-empty line."""
     start = 0
     for number, line in enumerate(file, start=1):
         mark = len(_MARK) if number == 1 and line.startswith(_MARK) else 0
@@ -77,7 +77,7 @@ def _places(file: IO[bytes]) -> Iterator[tuple[int, int]]:
 
 
 def _copied(source: str) -> IO[bytes]:
-    """What of the rows is trained, a line each with its place."""
+    """The trainable rows, one line each with its place."""
     file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the rows
     for place, body in placed_rows(source):
         kept = {key: body[key] for key in ("messages", "answer", "tools") if key in body}

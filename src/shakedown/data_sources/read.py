@@ -1,4 +1,4 @@
-"""Reading rows: a JSON-lines file line by line, parquet and the hub streamed by `datasets`."""
+"""Read rows: a JSON-lines file line by line, parquet and the hub streamed by `datasets`."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ def plain_lines(path: Path) -> Iterator[str]:
 
 
 def read_rows(source: str, *, limit: int | None = None, images: bool = False) -> list[RowBody]:
-    """The first `limit` rows, or all; of a known data set also its images, where asked for.
+    """The first `limit` rows, or all; with `images`, also the images of a known data set.
 
     Raises:
         UsageError, CannotJudgeError: as `placed_rows`.
@@ -36,14 +36,14 @@ def placed_rows(
     lines: Lines = plain_lines,
     images: bool = False,
 ) -> Iterator[tuple[str, RowBody]]:
-    """Rows with the places where they stand: `FILE, line N` or `hub:NAME, row N`.
+    """Rows with their places: `FILE, line N` or `hub:NAME, row N`.
 
     Rows of a known data set come as `messages` and `answer`; see `shakedown.data_sources`.
 
     Raises:
-        UsageError: no such file, a line that is no JSON object, no rows, a row that is not of the
-            source's format; names file and line.
-        CannotJudgeError: the hub's data set cannot be had.
+        UsageError: no such file, a line that is not a JSON object, no rows, or a row that is not in
+        the source's format; names file and line. CannotJudgeError: the hub's data set is not
+        available.
     """
     parsed = parse_source(source)
     if parsed.hub:
@@ -56,7 +56,7 @@ def placed_rows(
     for place, body in itertools.islice(rows, limit):
         yield place, parsed.format.row(body, place, images=images) if parsed.format else body
     if not place:
-        raise UsageError(f"data set {source} holds no rows", hint="write one JSON object a line")
+        raise UsageError(f"data set {source} has no rows", hint="write one JSON object per line")
 
 
 def _file_rows(path: Path, lines: Lines) -> Iterator[tuple[str, RowBody]]:
@@ -73,13 +73,13 @@ def parsed_line(line: str, place: str) -> RowBody:
     """The object of a line.
 
     Raises:
-        UsageError: it is none; names the place.
+        UsageError: it is not one; names the place.
     """
     try:
         body = json.loads(line)
-        # The file is UTF-8, so only an escape can bring in half a surrogate pair.
+        # The file is UTF-8, so only an escape can contain half a surrogate pair.
         if "\\u" in line:
-            json.dumps(body, ensure_ascii=False).encode()  # half a surrogate pair is no text
+            json.dumps(body, ensure_ascii=False).encode()  # half a surrogate pair is not text
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
         raise UsageError(f"{place}: not JSON: {reason}") from error
@@ -89,7 +89,7 @@ def parsed_line(line: str, place: str) -> RowBody:
 
 
 def unreadable(path: Path, error: OSError | UnicodeDecodeError) -> UsageError:
-    """Why a file cannot be read, as it is told."""
+    """The error for a file that cannot be read."""
     siblings = [p.name for p in path.parent.glob("*.jsonl")] if path.parent.is_dir() else []
     if isinstance(error, UnicodeDecodeError):
         reason = f"not UTF-8 text: {error.reason} at byte {error.start}"
@@ -102,7 +102,7 @@ def unreadable(path: Path, error: OSError | UnicodeDecodeError) -> UsageError:
 
 
 def _hub_rows(source: DataSource, images: bool) -> Iterator[tuple[str, RowBody]]:
-    """Streamed, so that nothing is copied into a cache folder that ranks would race for."""
+    """Stream the rows, so that nothing is copied into a cache folder that ranks would race for."""
     name, _, split = source.place.removeprefix(HUB_PREFIX).partition(":")
     config = source.format.hub_config if source.format else ""
     try:
@@ -110,8 +110,8 @@ def _hub_rows(source: DataSource, images: bool) -> Iterator[tuple[str, RowBody]]
 
         table = load_dataset(name, config or None, split=split or DEFAULT_SPLIT, streaming=True)
         yield from _table_rows(table, source, images)
-    except Exception as error:  # the library raises many kinds: network, parsing
-        # Not the user's fault: the name may be right and the hub out of reach.
+    except Exception as error:  # the library raises many kinds of errors: network, parsing
+        # Not the user's fault: the name may be right and the hub unreachable.
         raise CannotJudgeError(
             f"cannot read {source.place}: {type(error).__name__}: {str(error)[:300]}",
             hint="check the name and the network, or write the rows to a JSON-lines file",
@@ -121,7 +121,7 @@ def _hub_rows(source: DataSource, images: bool) -> Iterator[tuple[str, RowBody]]
 def _parquet_rows(source: DataSource, images: bool) -> Iterator[tuple[str, RowBody]]:
     path = Path(source.place)
     try:
-        path.open("rb").close()  # the plain words of the system for a file that cannot be read
+        path.open("rb").close()  # for the system's own message about an unreadable file
     except OSError as error:
         raise unreadable(path, error) from error
     try:
@@ -139,7 +139,7 @@ def _parquet_rows(source: DataSource, images: bool) -> Iterator[tuple[str, RowBo
 
 
 def _table_rows(table: Any, source: DataSource, images: bool) -> Iterator[tuple[str, RowBody]]:
-    """Columns that the format does not read are dropped before anything decodes their images."""
+    """The rows; unread columns are dropped before anything decodes their images."""
     if source.format and table.column_names:
         kept = (*source.format.columns, *(("images",) if images else ()))
         table = table.remove_columns([name for name in table.column_names if name not in kept])

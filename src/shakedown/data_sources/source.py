@@ -1,4 +1,4 @@
-"""Names of data: `[FORMAT=]PLACE` to what it means; nothing is read."""
+"""Names of data sources, `[FORMAT=]PLACE`, parsed without reading anything."""
 
 from dataclasses import dataclass, replace
 
@@ -11,7 +11,8 @@ DEFAULT_SPLIT = "train"
 
 @dataclass(frozen=True)
 class DataSource:
-    """`place`: a file, or `hub:NAME[:SPLIT]`. `form`: a key of FORMATS; empty: as they stand."""
+    """`place`: a file, or `hub:NAME[:SPLIT]`. `form`: a key of FORMATS; empty: rows are used as
+    they are."""
 
     place: str
     form: str = ""
@@ -23,25 +24,25 @@ class DataSource:
 
     @property
     def format(self) -> RowFormat | None:
-        """The known data set that the rows are from."""
+        """The known data set that the rows come from."""
         return FORMATS[self.form] if self.form else None
 
     def __str__(self) -> str:
-        """A name that is parsed to the same source."""
+        """A name that parses to the same source."""
         return f"{self.form}={self.place}" if self.form else self.place
 
 
 def parse_source(text: str, *, form: str = "", heldout: bool = False) -> DataSource:
-    """What a name means.
+    """Parse a data source's name.
 
     Args:
         text: `[FORMAT=]PLACE`; a known data set's name is its place on the hub, and a place on the
             hub that is a known data set's has its format.
-        form: the format where `text` has none.
-        heldout: take the held-out split where a known data set is named without one.
+        form: the format if `text` has none.
+        heldout: use the held-out split of a known data set that is named without one.
 
     Raises:
-        UsageError: `form` is no known format.
+        UsageError: `form` is not a known format.
     """
     if form:
         look_up("data format", form, FORMATS, error=UsageError)

@@ -1,12 +1,11 @@
-"""Rows without end in a seeded order, read one by one from where they stand; stands where it was
-left.
+"""An endless stream of rows in a seeded order, read one by one, whose position can be restored.
 
-The order of an epoch is a permutation of all rows, whatever the size of the data set: neighbours
-in a sorted file are no neighbours in an epoch. In memory are eight bytes a row and the first rows
-as they were prepared.
+The order of an epoch is a permutation of all rows, whatever the size of the data set: neighbours in
+    a sorted file are not neighbours in an epoch. Memory holds eight bytes per row, and the first
+    rows in prepared form.
 
-Every rank reads the same stream and takes its share of the same global batch, and epochs are
-joined end to end: no batch is ever short, so no rank ever has fewer batches than another.
+Every rank reads the same stream and takes its share of the same global batch, and epochs follow
+    without a gap: no batch is ever short, so no rank ever has fewer batches than another.
 """
 
 import functools
@@ -24,10 +23,10 @@ from shakedown.data_sources.indexed import IndexedRows
 
 Item = TypeVar("Item")
 
-KEPT = 16_384  # rows that stay prepared in memory; about 30 MB of text at 2 kB a row
+KEPT = 16_384  # rows kept prepared in memory; about 30 MB of text at 2 kB per row
 
 
-# Asked once a row of a batch, which may reach over the end of an epoch into a second order.
+# Called once per row of a batch, which may extend past the end of an epoch into a second order.
 @functools.lru_cache(maxsize=4)
 def epoch_order(size: int, *, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     """The shuffled row numbers of one epoch, shape [size]; another order in every epoch."""
@@ -46,9 +45,9 @@ def step_indices(size: int, *, seed: int, step: int, batch_size: int) -> list[in
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """The next row: number `index` in the shuffled order of `epoch`, both from 0.
+    """The position of the next row: number `index` in the shuffled order of `epoch`, both from 0.
 
-    `rows`: of the data set, without which the order says nothing.
+    `rows`: the size of the data set, without which the order means nothing.
     """
 
     seed: int
@@ -66,11 +65,11 @@ class RowStream(Generic[Item]):
 
     Args:
         source: as `iter_conversations`.
-        prepare: what becomes of a row; None leaves it out.
-        seed: of the order.
-        kept: the first so many rows are prepared at the start and stay in memory.
+        prepare: converts a row; None leaves it out.
+        seed: the seed of the order.
+        kept: the number of first rows that are prepared at the start and stay in memory.
 
-    `left_out` counts the rows that `prepare` left out of what was read so far.
+    `left_out` counts the rows read so far that `prepare` left out.
 
     Raises:
         UsageError, CannotJudgeError: as `iter_conversations`, also from `take`; no row is left.
@@ -92,7 +91,7 @@ class RowStream(Generic[Item]):
 
     @property
     def position(self) -> StreamPosition:
-        """Where the next row stands."""
+        """The position of the next row."""
         return self._position
 
     @property
@@ -104,23 +103,23 @@ class RowStream(Generic[Item]):
         """Go to a position of `to_json`.
 
         Raises:
-            UsageError: it is none, or of other data.
+            UsageError: it is invalid, or of other data.
         """
         try:
             position = StreamPosition(**self._translated(saved))
         except TypeError as error:
-            raise UsageError(f"{self._source}: {saved} is no position in data") from error
+            raise UsageError(f"{self._source}: {saved} is not a position in data") from error
         if not position.rows or not all(map(is_count, position.to_json().values())):
-            raise UsageError(f"{self._source}: {saved} is no position in data")
+            raise UsageError(f"{self._source}: {saved} is not a position in data")
         if position.rows != len(self._rows) or position.index > position.rows:
             raise UsageError(
-                f"{self._source} has {len(self._rows)} rows: the position {saved} is in other data"
+                f"{self._source} has {len(self._rows)} rows: position {saved} is from other data"
             )
         self._position = position
 
     def _translated(self, saved: Mapping[str, int]) -> Mapping[str, int]:
-        """A position of releases that shuffled windows, where one window was all of the data and
-        had all of its rows: their order is the same.
+        """A position from releases that shuffled windows, if one window covered all rows: the order
+        is the same.
         """
         size = len(self._rows)
         whole = saved.get("window") == 0 and size < saved.get("rows", 0) and size == len(self.first)
@@ -129,15 +128,15 @@ class RowStream(Generic[Item]):
         return {**{key: saved[key] for key in saved if key != "window"}, "rows": size}
 
     def take(self, count: int) -> list[Item]:
-        """The next items, over the ends of epochs."""
+        """The next items, across the ends of epochs."""
         return [self._next() for _ in range(count)]
 
     def _next(self) -> Item:
-        for _ in range(2 * len(self._rows)):  # more than any epoch, from anywhere in it
+        for _ in range(2 * len(self._rows)):  # more than any epoch has, from any position
             item = self._advance()
             if item is not None:
                 return item
-        raise UsageError(f"{self._source}: no row is left of {len(self._rows)} rows")
+        raise UsageError(f"{self._source}: none of the {len(self._rows)} rows can be used")
 
     def _advance(self) -> Item | None:
         at = self._position

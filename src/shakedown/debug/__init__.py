@@ -1,1 +1,1 @@
-"""Debuggers for the processes of a run: where they stop, who may attach, and how one gets there."""
+"""Debuggers for the processes of a run: where they stop, who may attach, and how to connect."""

@@ -1,4 +1,4 @@
-"""Which processes of a run stand for a debugger, and how one gets to them."""
+"""The processes of a run that wait for a debugger, and how to connect to them."""
 
 import getpass
 import json
@@ -14,17 +14,18 @@ from shakedown.debug.debug_gateway import TOKEN_KEY
 from shakedown.debug.paused_processes import PausedProcess, read_stops
 from shakedown.slurm.hostlist import is_node_name
 
-_PREFIX = "shakedown: "  # of our entries in launch.json
+_PREFIX = "shakedown: "  # prefix of our entries in launch.json
 _LAST_PORT = 65535
 
 
 def debug_folders(root: Path) -> list[Path]:
-    """The folders of stops below a run, a stage, an attempt or results of `shakedown agent`.
+    """The folders of paused processes of a run, a stage, an attempt or results of `shakedown
+    agent`.
 
-    Of a stage the newest attempt's.
+    For a stage, that of its newest attempt.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: `root` is none of these.
     """
     if not root.is_dir():
         raise UsageError(
@@ -34,23 +35,24 @@ def debug_folders(root: Path) -> list[Path]:
     attempts = [AttemptPaths(root), AttemptPaths(StagePaths(root).latest)]
     if (stages := RunPaths(root).stages).is_dir():
         attempts += [AttemptPaths(StagePaths(path).latest) for path in sorted(stages.iterdir())]
-    # The results of an agent alone have theirs where an attempt has it.
+    # Results of an agent alone have it in the same place as an attempt.
     folders = [attempt.debug for attempt in attempts] + [RunPaths(root).agents.debug]
     return [folder for folder in folders if folder.is_dir()]
 
 
 def standing(folders: Sequence[Path]) -> list[tuple[Path, PausedProcess]]:
-    """Each stop with its folder."""
+    """Each paused process with its folder."""
     return [(folder, stop) for folder in folders for stop in read_stops(folder)]
 
 
 def choose(
     stops: Sequence[tuple[Path, PausedProcess]], wanted: Sequence[str]
 ) -> list[tuple[Path, PausedProcess]]:
-    """Those of `all`, a trainer's rank (`1`), a name (`orchestrator`, `trainer-rank1`) or a pid.
+    """The processes meant by `all`, a trainer's rank (`1`), a name (`orchestrator`,
+    `trainer-rank1`) or a pid.
 
     Raises:
-        UsageError: nothing that stands is called so.
+        UsageError: no paused process has that name.
     """
     if list(wanted) == ["all"]:
         return list(stops)
@@ -60,8 +62,8 @@ def choose(
         if not fit:
             known = sorted({stop.name for _, stop in stops})
             raise UsageError(
-                f"{name!r:.60} does not stand for a debugger{did_you_mean(name, known)}; "
-                f"expected all, or of: {', '.join(known) or 'nobody'}"
+                f"{name!r:.60} is not waiting for a debugger{did_you_mean(name, known)}; "
+                f"expected all, or one of: {', '.join(known) or 'none'}"
             )
         found += [one for one in fit if one not in found]
     return found
@@ -72,8 +74,8 @@ def _names(stop: PausedProcess) -> tuple[str, ...]:
 
 
 def local_ports(stops: Sequence[PausedProcess]) -> dict[int, int]:
-    """A port of the debugger's own machine for each stop (by its place in the list): the same
-    number as there, or the next where processes of two nodes have the same."""
+    """A port on the debugger's machine for each paused process (by list index): the same number as
+    there, or the next one if processes of two nodes have the same."""
     taken: set[int] = set()
     found = {}
     for index, stop in enumerate(stops):
@@ -86,7 +88,7 @@ def local_ports(stops: Sequence[PausedProcess]) -> dict[int, int]:
 
 
 def ssh_lines(stops: Sequence[PausedProcess], login: str, here: str) -> list[str]:
-    """A command for each node: run it where the debugger is, it goes through the login node.
+    """One command per node, to run on the debugger's machine; it goes through the login node.
 
     Args:
         here: the host name of the login node, whose own processes need no second jump.
@@ -108,10 +110,10 @@ def ssh_lines(stops: Sequence[PausedProcess], login: str, here: str) -> list[str
 def launch_entries(
     stops: Sequence[PausedProcess], mapped: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """VS Code's configurations, one a process.
+    """VS Code configurations, one per process.
 
     Args:
-        mapped: folders of the debugger's machine by those of the nodes, where they differ.
+        mapped: folders of the debugger's machine, by the nodes' folders, where they differ.
     """
     ports = local_ports(stops)
     mappings = [{"localRoot": here, "remoteRoot": there} for there, here in mapped.items()]
@@ -121,7 +123,7 @@ def launch_entries(
             "type": "debugpy",
             "request": "attach",
             "connect": {"host": "127.0.0.1", "port": ports[index]},
-            # Of the libraries, too: that is where ranks hang.
+            # Also step into libraries, because that is where ranks hang.
             "justMyCode": False,
             TOKEN_KEY: stop.token,
             **({"pathMappings": mappings} if mappings else {}),
@@ -131,10 +133,10 @@ def launch_entries(
 
 
 def write_launch(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-    """Write VS Code's launch.json, for its owner alone; entries of others in it stay.
+    """Write VS Code's launch.json, readable only by its owner; other entries in it stay.
 
     Raises:
-        UsageError: there is one that is not plain JSON.
+        UsageError: the existing file is not plain JSON.
         StorageError: it cannot be written.
     """
     body = _read_launch(path)
@@ -161,7 +163,7 @@ def _read_launch(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
-            f"{path}: {error}; expected JSON without comments, to add entries to it",
+            f"{path}: {error}; entries can only be added to JSON without comments",
             hint="shakedown debug attach RUN --launch OTHER.json, and copy the entries",
         ) from error
     lists = ("configurations", "compounds")
@@ -175,12 +177,12 @@ def _is_ours(entry: object) -> bool:
 
 
 def parse_mapping(text: str) -> tuple[str, str]:
-    """`REMOTE=LOCAL` of --map.
+    """Parse `REMOTE=LOCAL` of --map.
 
     Raises:
         UsageError: not in that form.
     """
     there, _, here = text.partition("=")
     if not there or not here:
-        raise UsageError(f"--map {text!r:.200}: expected REMOTE=LOCAL such as /app=/home/me/app")
+        raise UsageError(f"--map {text!r:.200}: expected REMOTE=LOCAL, such as /app=/home/me/app")
     return there, here

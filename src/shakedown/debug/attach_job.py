@@ -1,5 +1,5 @@
-"""What the processes of a Slurm job know of debuggers, read on its nodes by a step of the job:
-the folders of their stops, and which of Ray's debuggers they were told to use.
+"""The debugger settings of a Slurm job's processes, read on its nodes by a step of the job: their
+folders of paused processes, and the Ray debugger that they use.
 """
 
 import json
@@ -18,15 +18,15 @@ from shakedown.slurm.hostlist import node_name
 from shakedown.slurm.jobs import Job
 from shakedown.slurm.records import describe, parts_of
 
-_MARK = "shakedown-debug "  # in front of our line: a node's shell may print others
+_MARK = "shakedown-debug "  # prefix of our line, as a node's shell may print others
 # https://docs.ray.io/en/latest/ray-observability/ray-distributed-debugger.html
 RAY_DASHBOARD_PORT = 8265
 
 
 @dataclass(frozen=True)
 class DebuggedJob:
-    """A running job. `nodes` in Slurm's order, the first of them Ray's head as launchers have it;
-    `ray_debug` is what its processes have in RAY_DEBUG."""
+    """A running job. `nodes`: in Slurm's order, the first of them being Ray's head by convention;
+    `ray_debug`: the value of RAY_DEBUG in its processes."""
 
     job_id: str
     nodes: tuple[str, ...]
@@ -38,17 +38,17 @@ def read_job(job_id: str) -> DebuggedJob:
     """Ask a running Slurm job.
 
     Raises:
-        UsageError: no such job runs.
+        UsageError: no such job is running.
         CannotJudgeError: Slurm's programs are missing, or the step failed.
     """
     described, text, lost = describe(job_id)
     if not described and lost and "Invalid job id" not in lost:
         raise CannotJudgeError(lost, hint="squeue --me")
-    # Of a heterogeneous job the first component.
+    # The first component of a heterogeneous job.
     state = Job(described.get("JobState", ""))
     nodes = list(parts_of(text)[0].nodes) if state.takes_steps else []
     if not nodes:
-        raise UsageError(f"Slurm job {job_id} does not run", hint="squeue --me")
+        raise UsageError(f"Slurm job {job_id} is not running", hint="squeue --me")
     step = srun_argv(
         nodes=nodes,
         tasks=len(nodes),
@@ -69,7 +69,8 @@ def read_job(job_id: str) -> DebuggedJob:
 
 
 def ray_lines(job: DebuggedJob, port: int, user_port: int | None = None) -> list[str]:
-    """How VS Code's Ray extension gets to the job's dashboard, and what keeps it from stopping."""
+    """How VS Code's Ray extension reaches the job's dashboard, and what keeps actors from
+    stopping."""
     here = user_port or free_port()
     lines = [
         f"ssh -N -L 127.0.0.1:{here}:127.0.0.1:{port} {job.nodes[0]}",
@@ -78,7 +79,7 @@ def ray_lines(job: DebuggedJob, port: int, user_port: int | None = None) -> list
     if "legacy" in job.ray_debug:
         lines.append(
             "RAY_DEBUG=legacy is set in the job: its actors stop in Ray's old debugger, which "
-            "VS Code does not see; start it again without that variable"
+            "VS Code cannot use; restart the job without that variable"
         )
     return lines
 
@@ -86,7 +87,7 @@ def ray_lines(job: DebuggedJob, port: int, user_port: int | None = None) -> list
 def of_processes(
     job_id: str, node: str, environments: Iterable[Mapping[str, str]]
 ) -> dict[str, list[str]]:
-    """What processes of a job on a node have in their environments."""
+    """Debugger settings in the environments of a job's processes on this node."""
     folders, ray = set(), set()
     for environment in environments:
         if environment.get("SLURM_JOB_ID") == job_id and _on(node, environment):
@@ -96,7 +97,7 @@ def of_processes(
 
 
 def _on(node: str, environment: Mapping[str, str]) -> bool:
-    # Several nodes of Slurm may share a host, and then see each other's processes.
+    # Slurm nodes that share a host see each other's processes.
     return environment.get("SLURMD_NODENAME", node) == node
 
 
@@ -109,7 +110,7 @@ def _environments() -> Iterable[Mapping[str, str]]:
 
 
 def main() -> None:
-    """Print what this node's processes know."""
+    """Print the settings of this node's processes."""
     found = of_processes(sys.argv[1], node_name(), _environments())
     print(f"{_MARK}{json.dumps(found)}", flush=True)
 

@@ -1,7 +1,7 @@
-"""`--break-at FILE:LINE`: a call of breakpoint() before a line of a file that nobody edits.
+"""`--break-at FILE:LINE`: a breakpoint() call before a line, without editing the file.
 
-The call is put into the file's syntax tree when it is imported, so it costs nothing elsewhere,
-where a trace function would slow down every call of the process (Python 3.11 has no other way).
+The call is put into the file's syntax tree on import, so it costs nothing elsewhere; a trace
+function would slow down every call of the process (Python 3.11 has no other way).
 """
 
 import ast
@@ -16,18 +16,18 @@ _SourceLoader = importlib.machinery.SourceFileLoader
 
 
 def parse_place(text: str) -> tuple[str, int]:
-    """`FILE:LINE` as the file's absolute path and the line of the statement that is meant.
+    """Parse `FILE:LINE` into the file's absolute path and the line of the statement meant.
 
-    A line without a statement (a comment, a docstring) stands for the next one that has one.
+    A line without a statement (a comment, a docstring) means the next one that has one.
 
     Raises:
-        UsageError: not in that form, no Python file, or no statement from there on.
+        UsageError: not in that form, not a Python file, or no statement from there on.
     """
     name, _, number = text.rpartition(":")
     if not name or not (number.isascii() and number.isdecimal() and 0 < int(number[:9]) < 10**8):
         raise UsageError(f"--break-at {text!r:.200}: expected FILE:LINE such as agent.py:42")
     path = Path(name).resolve()
-    if "," in str(path):  # it goes through an environment variable that is a list
+    if "," in str(path):  # it is passed in an environment variable that is a list
         raise UsageError(f"--break-at {text!r:.200}: the file's path has a comma")
     try:
         tree = ast.parse(path.read_bytes())
@@ -51,7 +51,7 @@ def break_before(source: bytes, lines: Collection[int], name: str) -> CodeType:
 
 
 def patch_imports(places: Mapping[str, Collection[int]]) -> None:
-    """From here on the files that are imported (or run by `python -m`) have their breakpoints.
+    """Put the breakpoints into files imported (or run by `python -m`) from here on.
 
     Args:
         places: lines by absolute path.
@@ -62,7 +62,7 @@ def patch_imports(places: Mapping[str, Collection[int]]) -> None:
         lines = places.get(str(Path(loader.path).resolve()))
         if lines is None:
             return original(loader, fullname)
-        # Not from the cache of compiled files, nor into it.
+        # Bypass the cache of compiled files.
         return break_before(loader.get_data(loader.path), lines, loader.path)
 
     _SourceLoader.get_code = get_code  # type: ignore[method-assign, assignment]
@@ -72,7 +72,7 @@ def _statement(tree: ast.Module, line: int) -> ast.stmt | None:
     """The innermost statement that is at `line`, or the first one after it."""
     statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
     usable = [node for node in statements if not _is_text(node) and not _is_future(node)]
-    # Of a simple statement over several lines any line is meant.
+    # Any line of a simple multi-line statement stands for it.
     around = [n for n in usable if _is_simple(n) and n.lineno <= line <= _end(n)]
     after = [node for node in usable if node.lineno >= line]
     return min(around or after, key=lambda node: (node.lineno, node.col_offset), default=None)
@@ -97,7 +97,8 @@ def _is_future(node: ast.stmt) -> bool:
 
 def _insert(tree: ast.Module, found: ast.stmt) -> None:
     call = ast.parse(f"__import__('sys').breakpointhook(line={found.lineno})").body[0]
-    # Another line's number: the statement then begins a new line, where a debugger stops next.
+    # Given another line number, so that the statement begins a new line, where a debugger stops
+    # next.
     other = found.lineno - 1 or _end(found) + 1
     for node in ast.walk(call):
         if hasattr(node, "lineno"):

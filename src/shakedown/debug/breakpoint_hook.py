@@ -1,8 +1,8 @@
-"""In a process of a stage that is debugged: breakpoint() and exceptions stop it for a debugger.
+"""In each process of a debugged stage: breakpoint() and exceptions pause it for a debugger.
 
-Nothing listens and no debugger is loaded before it stops. Then the guard listens and the stop is
-written down; debugpy is loaded when a debugger with the token attaches, and the process goes on
-when that says so, or when the file `<node>-<pid>.continue` appears.
+Before it pauses, nothing listens and no debugger is loaded. Then the gateway listens and the pause
+is recorded in a file; debugpy is loaded when a debugger with the token attaches. The process
+resumes when that debugger says so, or when the file `<node>-<pid>.continue` appears.
 """
 
 import os
@@ -50,14 +50,14 @@ def install() -> None:
 
 
 def stop_here(*, line: int = 0, **_given: object) -> None:
-    """What breakpoint() calls. `line`: of the statement that comes next, where it was put there."""
+    """The breakpoint() hook. `line`: that of the next statement, if the call was inserted."""
     frame = sys._getframe(1)
     where = _Where(frame.f_code.co_filename, line or frame.f_lineno, frame.f_code.co_name)
     _process().stop(where, "breakpoint", "", lambda: _suspend_at(frame))
 
 
 def stop_at(error: BaseException) -> None:
-    """PausedProcess where an exception was raised, once for each."""
+    """Stop where an exception was raised, once for each."""
     process, last = _process(), error.__traceback__
     if process.raised is error or not isinstance(error, Exception) or last is None:
         return
@@ -78,7 +78,7 @@ class _Where:
 
 
 class _ThisProcess:
-    """This process, as debuggers see it: at most one file, one guard and one debugger."""
+    """This process, as debuggers see it: at most one file, one gateway and one debugger."""
 
     def __init__(self) -> None:
         self.raised: BaseException | None = None
@@ -92,16 +92,16 @@ class _ThisProcess:
         threading.Thread(target=self._look, name="shakedown-stop", daemon=True).start()
 
     def stop(self, where: _Where, reason: Reason, detail: str, suspend: Callable[[], None]) -> None:
-        """Stand until a debugger has attached, and then in it, by `suspend`."""
+        """Wait until a debugger has attached, then stop in it by `suspend`."""
         with self._turn:
             if not self._guard.ready and not self._stand(where, reason, detail):
                 return
-        with self._change:  # the file stays until the debugger says where it stands
+        with self._change:  # the file stays until the debugger reports the position
             self._waits = None
         suspend()
 
     def _stand(self, where: _Where, reason: Reason, detail: str) -> bool:
-        """Whether a debugger has attached; else the process goes on."""
+        """Wait for a debugger; False if the process is to continue without one."""
         self._guard.expect()
         stop = self._described(where, reason, detail)
         with self._change:
@@ -110,7 +110,9 @@ class _ThisProcess:
             self._file.write(stop)
             _say(f"stopped: {describe(stop)}")
             attached = self._guard.wait(_load)
-        except ShakedownError as error:  # a full disk must not end what is only looked at
+        except (
+            ShakedownError
+        ) as error:  # a full disk must not end a process that is only being inspected
             _say(f"not stopped: {error}")
             attached = False
         if not attached:
@@ -142,7 +144,7 @@ class _ThisProcess:
         )
 
     def _changed(self, standing: Standing | None) -> None:
-        """The debugger came, went, stopped a thread or let it go on."""
+        """Update the file when the debugger comes, goes, stops or resumes a thread."""
         with self._change:
             stop = self._waits
             if standing is not None:
@@ -157,7 +159,7 @@ class _ThisProcess:
                 _say(str(error))
 
     def _look(self) -> None:
-        """Keep the file fresh, and look whether somebody lets the process go on."""
+        """Keep the file fresh, and check for a request to resume."""
         setattr(threading.current_thread(), _UNTRACED, True)
         touched = 0.0
         while True:
@@ -181,13 +183,13 @@ def _process() -> _ThisProcess:
 
 
 def _forget() -> None:
-    """In a forked child, which has none of its parent's threads."""
+    """Reset the state in a forked child, which has none of its parent's threads."""
     _one.clear()
 
 
 def _load(port: int, token: str) -> None:
-    """Connect debugpy to the guard, from the thread that stands."""
-    # Modules that are frozen into Python are not what anybody debugs; debugpy warns of them.
+    """Connect debugpy to the gateway, from the waiting thread."""
+    # Nobody debugs modules frozen into Python, but debugpy warns about them.
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
     try:
         import debugpy.server.api
@@ -195,8 +197,8 @@ def _load(port: int, token: str) -> None:
     except ImportError as error:
         _say(f"no debugger: {sys.executable}: {error}")
         return
-    # As debugpy.connect() does, which would wait here, where nobody could let the process go on.
-    # Without patch_multiprocessing: children would ask this guard for a debugger of their own.
+    # As debugpy.connect() does, which would block here, so that nobody could resume the process.
+    # Without patch_multiprocessing, or children would ask this gateway for their own debugger.
     debugpy.server.api.ensure_logging()
     hidden = (str(Path(debugpy.__file__).parent), str(Path(__file__).parent))
     try:
@@ -210,15 +212,15 @@ def _load(port: int, token: str) -> None:
             notify_stdin=False,
             dont_trace_start_patterns=hidden,
         )
-    except OSError as error:  # the debugger that came first is gone again: the next one is awaited
+    except OSError as error:  # the first debugger has gone again: wait for the next one
         _say(f"no debugger: {error}")
         return
     sys.breakpointhook = stop_here  # pydevd has put its own there
 
 
 def _suspend_at(frame: FrameType) -> None:
-    """The next line of `frame` is where the debugger stops; as debugpy.breakpoint(), which would
-    stop in this module."""
+    """Make the debugger stop at the next line of `frame`; debugpy.breakpoint() would stop in this
+    module."""
     import pydevd
 
     pydevd.settrace(
@@ -249,7 +251,7 @@ def _then(original: Callable[..., Any]) -> Callable[..., None]:
 
 def _then_in_thread(original: Callable[..., Any]) -> Callable[..., None]:
     def excepthook(raised: Any) -> None:
-        # An own thread that fails must not wait for what it serves itself.
+        # A failing thread of our own must not wait for itself.
         if raised.exc_value is not None and not getattr(raised.thread, _UNTRACED, False):
             stop_at(raised.exc_value)
         original(raised)

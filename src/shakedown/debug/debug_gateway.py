@@ -1,13 +1,13 @@
-"""The loopback port of a process that stands: it asks for the token that debugpy does not ask for.
+"""The loopback port of a paused process, which demands the token that debugpy does not check.
 
-Whoever reaches debugpy's own port runs any code as this user, and every user of a node reaches its
-loopback. debugpy has no token for clients, so it listens nowhere here: it connects to this guard,
-in the same process, over a connection that both prove to be theirs. A debugger sends the token as
+Anyone who can reach debugpy's own port can run any code as this user, and every user of a node can
+reach its loopback. debugpy has no token for clients, so here it does not listen: it connects to
+this gateway, in the same process, over a connection that both verify. A debugger sends the token as
 the key `shakedownToken` of its `attach` request, which VS Code takes from launch.json. Before that
-it is answered `initialize`, by the guard itself, and nothing else.
+the gateway answers only `initialize`.
 
-A debugger whose connection breaks leaves the process standing, and can attach again; one that
-disconnects lets it go on.
+If a debugger's connection breaks, the process stays paused and can be attached to again; a debugger
+that disconnects resumes it.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from shakedown.debug.protocol import DapMessage, DapSender, ProtocolError, read_
 
 TOKEN_KEY = "shakedownToken"
 _AUTHENTICATE_SECONDS = 10.0
-_LOAD_SECONDS = 60.0  # debugpy is imported from a file system that may be slow
-_LEAVE_SECONDS = 2.0  # for the answer to `disconnect`
+_LOAD_SECONDS = 60.0  # importing debugpy from a slow file system takes time
+_LEAVE_SECONDS = 2.0  # to wait for the answer to `disconnect`
 _MOST_BEFORE = 1 << 16  # bytes of a message before the token is known
-_MOST_CLIENTS = 8  # connections at once that have not shown a token
-_OWN = 1 << 30  # from here on the guard numbers its own requests
-# What debugpy can do, as the protocol names it: asked for before debugpy is loaded.
+_MOST_CLIENTS = 8  # simultaneous connections without a token
+_OWN = 1 << 30  # the gateway's own requests are numbered from here on
+# debugpy's capabilities in the protocol's terms, requested before debugpy is loaded.
 _CAPABILITIES = {
     "supportsConfigurationDoneRequest": True,
     "supportsConditionalBreakpoints": True,
@@ -52,7 +52,7 @@ _CAPABILITIES = {
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a thread stands in a debugger, as debugpy says it."""
+    """The position of a stopped thread, as debugpy reports it."""
 
     file: str
     line: int
@@ -61,7 +61,7 @@ class Standing:
 
 
 class _Link:
-    """A connection, with what is read from it and how it is written to."""
+    """A connection, with its reader and sender."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -69,7 +69,8 @@ class _Link:
         self.send = DapSender(connection.sendall).send
 
     def cut(self) -> None:
-        """Wake a thread that reads, which `close` alone does not: it finds the end."""
+        """Close it so that a reading thread wakes up and finds the end, which `close` alone does
+        not do."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
@@ -80,15 +81,15 @@ class _Link:
 
 
 class DebugGateway:
-    """One a process. `changed` is called, from any thread, when a debugger comes, goes or stops
-    a thread: with where the process stands in the debugger, None while it runs.
+    """One gateway per process. `changed` is called, from any thread, when a debugger comes, goes or
+    stops a thread, with the stopped position, or None while the process runs.
     """
 
     def __init__(self, token: str, changed: Callable[[Standing | None], None]) -> None:
         self._token, self._changed = token, changed
         self._listener: socket.socket | None = None
         self._lock = threading.Lock()
-        self._unknown = 0  # connections without a token yet
+        self._unknown = 0  # connections that have not sent a token
         self._client: _Link | None = None
         self._configured = False  # the client has set its breakpoints
         self._debugpy: _Link | None = None
@@ -106,16 +107,16 @@ class DebugGateway:
 
     @property
     def ready(self) -> bool:
-        """Whether a debugger is connected that a thread can stop in."""
+        """Whether a debugger is connected that can stop a thread."""
         return self._configured
 
     @property
     def stands(self) -> bool:
-        """Whether a debugger holds a thread."""
+        """Whether a debugger has stopped a thread."""
         return bool(self._stopped)
 
     def open(self) -> int:
-        """Listen on a free port of the loopback, where it does not yet, and return the port.
+        """Listen on a free loopback port, unless already listening, and return the port.
 
         Raises:
             OSError: no port is left.
@@ -127,7 +128,7 @@ class DebugGateway:
             return int(self._listener.getsockname()[1])
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._waits = False
         with self._lock:
             listener, self._listener = self._listener, None
@@ -137,7 +138,7 @@ class DebugGateway:
             listener.close()
 
     def expect(self) -> None:
-        """Call it before `open`, where `wait` comes after: the port is kept open until then."""
+        """Keep the port open until `wait`; call it before `open`."""
         with self._waiting:
             self._waits = True
 
@@ -163,7 +164,7 @@ class DebugGateway:
                 self._waits = self._go = False
 
     def let_go(self) -> None:
-        """Let every thread go on that waits for a debugger or stands in one."""
+        """Resume every thread that waits for a debugger or is stopped in one."""
         with self._waiting:
             self._go = self._waits
             self._waiting.notify_all()
@@ -185,9 +186,9 @@ class DebugGateway:
                 self._start(self._meet, _Link(connection))
 
     def _meet(self, link: _Link) -> None:
-        # One that breaks off or speaks another protocol is closed, which says it all.
+        # A peer that breaks off or speaks another protocol is closed: answer enough.
         with contextlib.closing(link), contextlib.suppress(OSError, ProtocolError):
-            # Over all its reads: one byte a second would never run out of time in a single one.
+            # A limit over all reads: one byte per second would never exceed that of a single one.
             limit = threading.Timer(_AUTHENTICATE_SECONDS, link.cut)
             limit.daemon = True
             limit.start()
@@ -213,7 +214,7 @@ class DebugGateway:
         given = arguments.pop(TOKEN_KEY, "") if isinstance(arguments, dict) else ""
         known = _same(str(given), self._token)
         if attach.get("command") != "attach" or not known:
-            link.send(_answer(attach, fault=f"attach with this process's {TOKEN_KEY}"))
+            link.send(_answer(attach, fault=f"attach needs this process's {TOKEN_KEY}"))
             return None, None
         return first, attach
 
@@ -230,7 +231,7 @@ class DebugGateway:
             if debugpy is None:
                 link.send(_answer(attach, fault="debugpy did not start: see the process's log"))
                 return
-            debugpy.send({**first, "seq": self._number()})  # its answer is not the client's
+            debugpy.send({**first, "seq": self._number()})  # its answer is not for the client
             debugpy.send(attach)
             self._tell()
             self._pass_on(link, debugpy)
@@ -263,10 +264,10 @@ class DebugGateway:
         return None
 
     def _pass_on(self, link: _Link, debugpy: _Link) -> None:
-        """From the debugger to debugpy, to its end."""
+        """Pass messages from the debugger to debugpy, until it ends."""
         while (message := read_message(link.stream)) is not None:
             command = message.get("command")
-            if command == "disconnect":  # before debugpy lets the process go on, to its next stop
+            if command == "disconnect":  # before debugpy resumes the process, up to its next stop
                 self._left.clear()
                 self._stopped.clear()
                 self._configured = False
@@ -282,7 +283,7 @@ class DebugGateway:
                 return
 
     def _hear(self, debugpy: _Link) -> None:
-        """From debugpy to the debugger, for as long as the process lives."""
+        """Pass messages from debugpy to the debugger, as long as the process lives."""
         with contextlib.suppress(OSError, ProtocolError):
             while (message := read_message(debugpy.stream)) is not None:
                 if message.get("type") == "response" and _is_own(message.get("request_seq")):
@@ -318,7 +319,7 @@ class DebugGateway:
                 debugpy.send({**request, "arguments": arguments})
 
     def _heard(self, response: DapMessage) -> None:
-        """Of the guard's own requests: a stack says where the process stands."""
+        """Handle answers to the gateway's own requests: a stack gives the stopped position."""
         frames = (response.get("body") or {}).get("stackFrames")
         if response.get("command") != "stackTrace" or not frames or not self._stopped:
             return
@@ -343,8 +344,8 @@ class DebugGateway:
 
     @staticmethod
     def _start(act: Callable[..., None], *arguments: object) -> None:
-        # pydev_do_not_trace: debugpy leaves such threads alone; stopped with the others, this one
-        # could not hear that they are to go on.
+        # pydev_do_not_trace: debugpy leaves such threads alone; if stopped with the others, this
+        # one could not receive the request to resume.
         thread = threading.Thread(target=act, args=arguments, name="shakedown-debug", daemon=True)
         thread.pydev_do_not_trace = True  # type: ignore[attr-defined]
         thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
@@ -352,10 +353,10 @@ class DebugGateway:
 
 
 def _proves(link: _Link, token: str) -> bool:
-    """Whether this is the debugpy of this process, which was told the token."""
+    """Whether this is the debugpy of this process, which was given the token."""
     try:
         link.connection.settimeout(_AUTHENTICATE_SECONDS)
-        # pydevd's own request, by which debugpy's adapter knows its servers.
+        # pydevd's own request, by which debugpy's adapter recognises its servers.
         request = {"type": "request", "seq": _OWN, "command": "pydevdAuthorize"}
         link.send({**request, "arguments": {"debugServerAccessToken": None}})
         while (message := read_message(link.stream, _MOST_BEFORE)) is not None:

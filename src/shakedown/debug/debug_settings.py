@@ -1,9 +1,10 @@
-"""Whether a run is to be debugged: asked for by environment variables, which reach every process.
+"""Whether a run is to be debugged: set in environment variables, which reach every process.
 
 `SHAKEDOWN_DEBUG` is set by `shakedown train --debug`, or by hand for a whole workflow. The stage
-adds the folder of its stops and a start-up module for every Python process below it.
+adds its folder of paused processes and a start-up module for every Python process below it.
 
-Light, as every worker imports it: what stops a process is loaded where that is asked for.
+It is light because every worker imports it; the code that stops a process is loaded only if
+requested.
 """
 
 import importlib.util
@@ -18,12 +19,14 @@ from shakedown.core.errors import CannotJudgeError
 ASKED = "SHAKEDOWN_DEBUG"  # 1, or FILE:LINE,FILE:LINE
 FOLDER = "SHAKEDOWN_DEBUG_FOLDER"
 ROLE = "SHAKEDOWN_DEBUG_ROLE"
-NO_TIMEOUT = 7 * 86400.0  # seconds, longer than any job: for what a person may hold up
+NO_TIMEOUT = (
+    7 * 86400.0
+)  # seconds, longer than any job: for waits that a person at a debugger prolongs
 _STARTUP_HOOK = Path(__file__).with_name("startup_hook.py")
 
 
 def ask(places: Sequence[str]) -> None:
-    """Ask it of all that this process starts: breakpoint() and exceptions stop, and `places` do.
+    """Make all child processes stop at breakpoint(), exceptions and `places`.
 
     Raises:
         UsageError: a place is not FILE:LINE of a Python file.
@@ -39,7 +42,7 @@ def is_asked(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def places(environ: Mapping[str, str] = os.environ) -> dict[str, list[int]]:
-    """Lines by file, of `SHAKEDOWN_DEBUG`.
+    """The lines in `SHAKEDOWN_DEBUG`, by file.
 
     Raises:
         UsageError: an entry is not FILE:LINE of a Python file.
@@ -58,15 +61,15 @@ def environment(folder: Path, role: str, environ: Mapping[str, str] = os.environ
     """The variables of a component that stops for debuggers.
 
     Args:
-        folder: of its stops.
-        role: how its stops are listed.
+        folder: that of the paused processes.
+        role: the name under which it is listed.
     """
     own = {FOLDER: str(folder.absolute()), ROLE: role}
     return own | python_startup.environment(_STARTUP_HOOK, environ)
 
 
 def stop_at_exception(error: BaseException) -> None:
-    """For code that catches it: stop where it was raised, once; nothing in a run not debugged."""
+    """Stop once where a caught exception was raised; does nothing in a run that is not debugged."""
     if FOLDER in os.environ:
         from shakedown.debug.breakpoint_hook import stop_at
 
@@ -74,10 +77,11 @@ def stop_at_exception(error: BaseException) -> None:
 
 
 def is_held() -> bool:
-    """Whether a debugger that somebody started in this process holds it, or may at any moment.
+    """Whether a debugger that somebody started in this process has stopped it, or may at any
+    moment.
 
-    It is debugpy with a client, or on Python 3.12 and later anything that monitors as a debugger. A
-    trace function is no sign: coverage has one, too.
+    That is debugpy with a client or, from Python 3.12 on, any tool registered as a debugger. A
+    trace function proves nothing, as coverage has one too.
     """
     debugpy = sys.modules.get("debugpy")
     if debugpy is not None and debugpy.is_client_connected():
@@ -87,7 +91,7 @@ def is_held() -> bool:
 
 
 def require_debugpy() -> None:
-    """Ask before anything is started: a process would say it when it has stopped.
+    """Check before anything is started; otherwise a process would report it only once stopped.
 
     Raises:
         CannotJudgeError: debugpy is not installed.

@@ -1,4 +1,4 @@
-"""A debugger's side of the protocol: what a terminal speaks to a process that stands."""
+"""The debugger's side of the protocol: connects the terminal debugger to a paused process."""
 
 import contextlib
 import itertools
@@ -16,7 +16,7 @@ from shakedown.debug.protocol import DapMessage, DapSender, ProtocolError, read_
 from shakedown.slurm.hostlist import is_node_name
 
 ANSWER_SECONDS = 90.0  # the first answer waits until the process has loaded debugpy
-# Nobody is there to be asked; what a user has set for shells has no place in the protocol.
+# Nobody is there to answer prompts, and a user's shell settings must not disturb the protocol.
 _SSH = [
     *("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "LogLevel=ERROR"),
     *("-o", "RemoteCommand=none", "-o", "PermitLocalCommand=no", "-o", "ForwardAgent=no"),
@@ -24,9 +24,9 @@ _SSH = [
 
 
 class DebugClient:
-    """A debugger that is attached to one process; leaving the `with` block leaves it standing.
+    """A debugger attached to one process, which stays paused when the `with` block is left.
 
-    On another machine than the process's the protocol goes through `ssh -W` to its node.
+    From another machine the protocol goes through `ssh -W` to the process's node.
     """
 
     def __init__(self, stop: PausedProcess) -> None:
@@ -45,7 +45,7 @@ class DebugClient:
 
     def __exit__(self, *_error: object) -> None:
         if self._socket is not None:
-            # `close` alone would leave it open to the thread that reads.
+            # `close` alone would leave it open for the reading thread.
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._thread.join()
@@ -74,10 +74,10 @@ class DebugClient:
         return self.event("stopped")
 
     def request(self, command: str, arguments: Mapping[str, Any]) -> DapMessage:
-        """The body of the answer.
+        """Send a request and return the body of the answer.
 
         Raises:
-            CannotJudgeError: the process says no, or does not answer in time.
+            CannotJudgeError: the process refuses, or does not answer in time.
         """
         number = next(self._numbers)
         message = {"type": "request", "seq": number, "command": command}
@@ -92,14 +92,14 @@ class DebugClient:
                 raise self._lost(f"no answer to {command} in {ANSWER_SECONDS:.0f} s") from None
             if answer is None:
                 raise self._lost(f"{command}: the connection was closed")
-            if answer.get("request_seq") != number:  # of a request that was given up
+            if answer.get("request_seq") != number:  # the answer to an abandoned request
                 continue
             if not answer.get("success"):
                 raise self._lost(f"{command}: {answer.get('message')}")
             return cast("DapMessage", answer.get("body") or {})
 
     def event(self, *names: str, seconds: float | None = ANSWER_SECONDS) -> DapMessage:
-        """The body of the next event of these names; others are dropped.
+        """The body of the next event with one of these names; others are dropped.
 
         Raises:
             CannotJudgeError: none came in time, or the process ended.
@@ -110,7 +110,7 @@ class DebugClient:
             except queue.Empty:
                 raise self._lost(f"not {' or '.join(names)} in {seconds:.0f} s") from None
             if event is None:
-                raise self._lost("the process has ended, or its connection was lost")
+                raise self._lost("the process has ended, or the connection to it was lost")
             if event.get("event") in names:
                 return cast("DapMessage", event.get("body") or {})
 
@@ -124,7 +124,7 @@ class DebugClient:
             self._socket.settimeout(None)
             return self._socket.makefile("rb"), DapSender(self._socket.sendall)
         if not is_node_name(stop.node):
-            raise self._lost(f"{stop.node!r:.100} is no node's name")
+            raise self._lost(f"{stop.node!r:.100} is not a node name")
         command = ["ssh", *_SSH, "-W", f"127.0.0.1:{stop.port}", stop.node]
         try:
             self._ssh = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

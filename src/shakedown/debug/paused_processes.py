@@ -1,7 +1,7 @@
-"""The processes that stand for a debugger, as files: one a process, which its owner alone can read.
+"""The processes that wait for a debugger, as files: one per process, readable only by its owner.
 
-`<node>-<pid>.json` is there while a process stands; it is touched every few seconds, so that one of
-a process that was killed is told from a standing one. `<node>-<pid>.continue` lets it go on.
+`<node>-<pid>.json` exists while a process is paused. It is touched every few seconds, so that a
+killed process can be told from a paused one. `<node>-<pid>.continue` resumes it.
 """
 
 import contextlib
@@ -19,16 +19,16 @@ from shakedown.core.leftovers import temporary_file
 
 Reason = Literal["breakpoint", "exception", "debugger"]
 TOUCH_SECONDS = 2.0
-# Several touches, a file server that caches for a while, and clocks that differ.
+# Allows for several touches, a caching file server, and differing clocks.
 SILENT_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class PausedProcess:
-    """A process that stands.
+    """A process that waits for a debugger or is stopped in one.
 
     `node`: Slurm's name, `host` the machine's; they differ where nodes share a machine. `port` is
-    on the host's loopback and asks for `token`. `attached`: a debugger is connected. `reason`: what
+    on the host's loopback and requires `token`. `attached`: a debugger is connected. `reason`: what
     stopped it; `debugger`: a step or a breakpoint of the debugger itself. `since`: Unix seconds.
     """
 
@@ -59,14 +59,14 @@ class PausedProcess:
 
 
 class PauseFile:
-    """The file of this process's stop."""
+    """The file that says that this process is paused."""
 
     def __init__(self, folder: Path, node: str, pid: int) -> None:
         self.path = folder / f"{node}-{pid}.json"
         self._continue = self.path.with_suffix(".continue")
 
     def write(self, stop: PausedProcess) -> None:
-        """Write it, for its owner alone: it holds the token.
+        """Write it, readable only by its owner, as it holds the token.
 
         Raises:
             StorageError: it cannot be written.
@@ -80,7 +80,7 @@ class PauseFile:
             raise StorageError(f"cannot write {self.path}: {error.strerror}") from error
 
     def touch(self) -> None:
-        """Say that the process still stands; nothing where that cannot be written."""
+        """Show that the process is still paused; a file that cannot be written is ignored."""
         with contextlib.suppress(OSError):
             os.utime(self.path)
 
@@ -89,7 +89,7 @@ class PauseFile:
             path.unlink(missing_ok=True)
 
     def told_to_continue(self) -> bool:
-        """Whether somebody asked; asked once."""
+        """Whether the process was asked to resume; answers once per request."""
         try:
             self._continue.unlink()
         except OSError:
@@ -98,7 +98,8 @@ class PauseFile:
 
 
 def make_folder(folder: Path) -> None:
-    """The folder of stops, which nobody else can enter, whatever `group_reads` says.
+    """Make the folder of paused processes, which nobody else can enter, whatever `group_reads`
+    says.
 
     Raises:
         OSError: it cannot be made.
@@ -108,7 +109,7 @@ def make_folder(folder: Path) -> None:
 
 
 def read_stops(folder: Path) -> list[PausedProcess]:
-    """The processes that stand now, by role, rank and pid; damaged files are left out.
+    """The processes that are paused now, by role, rank and pid; damaged files are left out.
 
     Raises:
         UntrustedError: others could have written a file.
@@ -118,7 +119,7 @@ def read_stops(folder: Path) -> list[PausedProcess]:
         try:
             stop = read_json_as(PausedProcess, path, "stop")
             silent = abs(time.time() - path.stat().st_mtime)
-        except (UsageError, OSError):  # gone meanwhile, or damaged
+        except (UsageError, OSError):  # gone by now, or damaged
             continue
         if silent <= SILENT_SECONDS:
             found.append(stop)
@@ -126,7 +127,7 @@ def read_stops(folder: Path) -> list[PausedProcess]:
 
 
 def let_go(folder: Path, stops: Iterable[PausedProcess]) -> None:
-    """Ask processes to continue, by a file, as their loopback is another machine's.
+    """Ask processes to resume, by a file, as their loopback is on another machine.
 
     Raises:
         OSError: the file cannot be written.
@@ -137,6 +138,6 @@ def let_go(folder: Path, stops: Iterable[PausedProcess]) -> None:
 
 def describe(stop: PausedProcess) -> str:
     """`trainer-rank1 on n2 (pid 4711) at train.py:12 in step, at a breakpoint`."""
-    why = {"breakpoint": "at a breakpoint", "exception": "by an exception"}
+    why = {"breakpoint": "at a breakpoint", "exception": "after an exception"}
     how = why.get(stop.reason, "in a debugger") + (f": {stop.detail}" if stop.detail else "")
     return f"{stop.name} on {stop.node} (pid {stop.pid}) at {stop.place} in {stop.function}, {how}"

@@ -10,24 +10,24 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 DapMessage = dict[str, Any]
-MOST_BYTES = 1 << 26  # of a message: variables and sources go as one
+MOST_BYTES = 1 << 26  # size of a message, which may hold whole sources or variables
 _LENGTH = re.compile(rb"content-length:\s*([0-9]{1,9})\s*", re.IGNORECASE)
 _LONGEST_HEADER = 4096
 
 
 class ProtocolError(Exception):
-    """What came is no message of the protocol."""
+    """The received bytes are not a message of the protocol."""
 
 
 def read_message(stream: BinaryIO, most: int = MOST_BYTES) -> DapMessage | None:
     """The next message; None at the end of the stream.
 
     Args:
-        most: bytes that it may have.
+        most: largest allowed size in bytes.
 
     Raises:
-        ProtocolError: it is no message, or too long.
-        OSError: the connection broke, or a time-out of its socket is over.
+        ProtocolError: it is not a message, or too long.
+        OSError: the connection broke, or its socket timed out.
     """
     length = None
     while True:
@@ -53,7 +53,7 @@ def read_message(stream: BinaryIO, most: int = MOST_BYTES) -> DapMessage | None:
 
 
 class DapSender:
-    """Writes whole messages, from several threads."""
+    """A thread-safe writer of whole messages."""
 
     def __init__(self, write: Callable[[bytes], object]) -> None:
         self._write, self._lock = write, threading.Lock()

@@ -1,4 +1,4 @@
-"""Run by every Python process of a stage that is debugged: see shakedown.debug.debug_settings."""
+"""Run by every Python process of a stage being debugged: see shakedown.debug.debug_settings."""
 
 import sys
 

@@ -9,19 +9,19 @@ from shakedown.core.errors import CannotJudgeError
 from shakedown.debug.debugger_client import DebugClient
 
 HELP = """\
-c  go on to the next stop          n  next line      s  into a call      r  out of the function
+c  continue to the next stop       n  next line      s  into a call      r  out of the function
 w  where: the stack                u, d  a frame up or down              l  lines around
 p EXPRESSION  print it             !STATEMENT  run it                    a  local variables
-b FILE:LINE  set a breakpoint      q  leave it standing                  detach  let it go on"""
+b FILE:LINE  set a breakpoint      q  leave it paused                    detach  resume it"""
 _AROUND = 5
-# pdb's longer names, which fingers know.
+# pdb's longer names, for people used to them.
 _NAMES = {"continue": "c", "cont": "c", "next": "n", "step": "s", "return": "r", "where": "w"}
 _NAMES |= {"bt": "w", "up": "u", "down": "d", "list": "l", "break": "b", "quit": "q", "exit": "q"}
 _STEPS = {"c": "continue", "n": "next", "s": "stepIn", "r": "stepOut"}
 
 
 class Terminal:
-    """Reads commands by `ask` until one leaves; what is to be seen goes to `say`."""
+    """A command loop: reads from `ask` until a command leaves, and writes to `say`."""
 
     def __init__(
         self, client: DebugClient, ask: Callable[[str], str], say: Callable[[str], object]
@@ -33,7 +33,7 @@ class Terminal:
         self._breakpoints: dict[str, list[int]] = {}
 
     def run(self) -> None:
-        """Attach, and talk until the process ends, `q` or `detach`.
+        """Attach and run commands until the process ends, `q` or `detach`.
 
         Raises:
             CannotJudgeError: the process refuses.
@@ -79,7 +79,7 @@ class Terminal:
             looks[command] = lambda: self._say(self._evaluate(line[1:].strip()))
         try:
             looks.get(command, lambda: self._say(HELP))()
-        except CannotJudgeError as error:  # of an expression that raises: the debugger goes on
+        except CannotJudgeError as error:  # an expression that raises must not end the debugger
             self._say(str(error.args[0]).strip().splitlines()[-1])
 
     def _where(self) -> None:
@@ -114,7 +114,7 @@ class Terminal:
                 self._say(f"{row['name']} = {row['value']}")
 
     def _list(self) -> None:
-        """Lines around, from this machine's file: it shares the nodes' file system."""
+        """The lines around, from the file on this machine, which shares the nodes' file system."""
         frame = self._frame
         path = Path((frame.get("source") or {}).get("path", ""))
         try:

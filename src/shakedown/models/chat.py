@@ -1,4 +1,4 @@
-"""Conversations to token ids, the same way for training, evaluation and the server's chat."""
+"""Conversations to token ids, in the same way for training, evaluation and the server's chat."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,32 +13,32 @@ from shakedown.core.errors import UsageError
 from shakedown.data_sources.conversations import REFERENCES, AnsweredRow, Conversation
 
 Messages = Sequence[Mapping[str, Any]]
-# What a chat template is given beside the messages, such as `enable_thinking`.
+# Template arguments beside the messages, such as `enable_thinking`.
 TemplateKwargs = Mapping[str, Any]
 NO_KWARGS: TemplateKwargs = MappingProxyType({})
 
-# Roles that every template writes.
+# Roles that every template supports.
 _PLAIN = ("user", "assistant")
-# Around the assistant's turns in templates that say themselves what is to be trained.
+# Marks around the assistant's turns, in templates that define what is trained.
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _WITH_MARKS = "put {% generation %} and {% endgeneration %} around the assistant's turns in it"
 
 
 @dataclass(frozen=True)
 class TrainedRow:
-    """Token ids, and the spans of them that are trained: from, up to."""
+    """Token ids, and the spans of them that are trained, as (start, stop)."""
 
     tokens: list[int]
     spans: list[tuple[int, int]]
 
     @property
     def longest_span(self) -> int:
-        """In tokens."""
+        """The length in tokens."""
         return max(end - start for start, end in self.spans)
 
     def fit(self, longest: int, *, truncate: bool) -> "TrainedRow | None":
-        """The row in at most `longest` tokens, cut at its end; None where that leaves nothing to
-        train, or without `truncate`.
+        """The row in at most `longest` tokens, cut at its end; None if that leaves nothing to
+        train, or if it is too long without `truncate`.
         """
         if len(self.tokens) <= longest:
             return self
@@ -52,13 +52,13 @@ def encode_prompt(
     """The prompt as the model sees it, ready for an answer.
 
     Raises:
-        UsageError: the tokenizer has no chat template, or it refuses these messages.
+        UsageError: the tokenizer has no chat template, or the template refuses these messages.
     """
     return list(_apply(tokenizer, messages, template_kwargs, add_generation_prompt=True))
 
 
 def encode_answer(tokenizer: Any, answer: str) -> list[int]:
-    """The answer's tokens and the end of the sequence: what SFT trains."""
+    """The answer's tokens and the end of the sequence, which SFT trains."""
     # No special tokens: the prompt in front has them, and a second BOS would be trained on.
     ids: list[int] = tokenizer(answer, add_special_tokens=False).input_ids
     return [*ids, tokenizer.eos_token_id]
@@ -71,18 +71,18 @@ def encode_row(
     stops: Collection[int] = (),
     template_kwargs: TemplateKwargs = NO_KWARGS,
 ) -> TrainedRow:
-    """What SFT trains of a row: its answer, or without one all turns of the assistant. An answer is
-    written as the assistant's turn behind the messages.
+    """Encode a row for SFT: its answer is trained or, without one, all turns of the assistant. An
+    answer is written as the assistant's turn after the messages.
 
     A turn begins where the prompt before it ends, and ends with the token that stops an answer.
-    So it is for each turn what the model sees when it answers. A template with `{% generation %}`
-    marks says itself what is trained.
+    So the model sees for each turn what it will see when it answers. A template with `{% generation
+    %}` marks defines itself what is trained.
 
     Args:
-        stops: further tokens beside the tokenizer's that end an answer.
+        stops: tokens that end an answer, in addition to the tokenizer's.
 
     Raises:
-        UsageError: as `encode_question`; a template without marks writes a turn in another way once
+        UsageError: as `encode_question`; a template without marks writes a turn differently once
             others follow.
     """
     kwargs = _with_tools(row, template_kwargs)
@@ -99,7 +99,7 @@ def encode_row(
 def encode_question(
     tokenizer: Any, row: Conversation, template_kwargs: TemplateKwargs = NO_KWARGS
 ) -> list[int]:
-    """The prompt that a row asks, with its tools.
+    """The prompt of a row, with its tools.
 
     Raises:
         UsageError: as `encode_prompt` and `require_written`; names the row.
@@ -116,7 +116,7 @@ def _with_tools(row: Conversation, kwargs: TemplateKwargs) -> TemplateKwargs:
 
 @contextmanager
 def _placed(row: Conversation) -> Iterator[None]:
-    """Say of a fault in which row it is."""
+    """Add the row's location to an error."""
     try:
         yield
     except UsageError as error:
@@ -134,14 +134,14 @@ def _marked(tokenizer: Any, messages: Messages, kwargs: TemplateKwargs) -> Train
     mask = [0, *made["assistant_masks"], 0]
     edges = [place for place, (a, b) in enumerate(pairwise(mask)) if a != b]
     if not edges:
-        raise UsageError(f"the chat template marks nothing to train in {messages!r:.200}")
+        raise UsageError(f"the chat template marks no turn to train in {messages!r:.200}")
     return TrainedRow(list(made["input_ids"]), list(zip(edges[::2], edges[1::2], strict=True)))
 
 
 def _answered(
     tokenizer: Any, row: AnsweredRow, stops: Collection[int], kwargs: TemplateKwargs
 ) -> TrainedRow:
-    """The last turn of the conversation that a row and its answer are, up to its end."""
+    """The last turn of the conversation formed by a row and its answer, up to its end."""
     messages = [*row.messages, {"role": "assistant", "content": row.answer}]
     if _marks_itself(tokenizer):
         made, asked = _marked(tokenizer, messages, kwargs), _apply(tokenizer, row.messages, kwargs)
@@ -151,7 +151,7 @@ def _answered(
     span = _turn(tokenizer, tokens, messages, len(row.messages), stops=stops, kwargs=kwargs)
     if span:
         return TrainedRow(tokens[: span[1]], [span])
-    # The template takes a part of the answer away, such as a thought that its prompt opens.
+    # The template removes a part of the answer, such as a thought that its prompt opens.
     prompt = encode_prompt(tokenizer, row.messages, kwargs)
     end = next((token for token in reversed(tokens) if token in stops), tokenizer.eos_token_id)
     answered = [*prompt, *encode_answer(tokenizer, row.answer)[:-1], end]
@@ -185,8 +185,8 @@ def _turn(
     stops: Collection[int],
     kwargs: TemplateKwargs,
 ) -> tuple[int, int] | None:
-    """Where a message stands in the conversation's tokens, with what ends it; None: it does not,
-    as an answer to those before it. The end of the sequence is added where nothing ends the last.
+    """The span of a message and its end in the conversation's tokens; None if it is not there as an
+    answer to those before it. The end of the sequence is added if nothing ends the last one.
     """
     prompt = encode_prompt(tokenizer, messages[:turn], kwargs)
     start = len(prompt)
@@ -203,8 +203,8 @@ def _turn(
 
 
 def _is_turn(tokenizer: Any, said: str, message: Mapping[str, Any]) -> bool:
-    """Whether a turn's text is the message: with what the template adds before it (an empty
-    thought), or without what it leaves out of it (a thought of an earlier turn). Calls follow it.
+    """Whether a turn's text is the message, allowing for text that the template adds before it (an
+    empty thought) or leaves out (a thought of an earlier turn). Calls follow it.
     """
     ids = tokenizer(message["content"], add_special_tokens=False).input_ids
     wanted = tokenizer.decode(ids, skip_special_tokens=True).strip()  # a decoder may lose blanks
@@ -216,10 +216,11 @@ def _is_turn(tokenizer: Any, said: str, message: Mapping[str, Any]) -> bool:
 def require_written(
     tokenizer: Any, row: Conversation, template_kwargs: TemplateKwargs = NO_KWARGS
 ) -> None:
-    """Refuse a row of which the chat template leaves a part out: a model would not see it.
+    """Refuse a row if the chat template leaves out a part of it, which the model would not see.
 
-    Each text of a message is written once with a mark in its place, and every mark looked for. What
-    the assistant says is looked at where it is trained: templates drop thoughts of earlier turns.
+    Each text of a message is rendered with a mark in its place, and every mark must appear. The
+    assistant's texts are checked where they are trained, as templates drop thoughts of earlier
+    turns.
 
     Raises:
         UsageError: names the message and its keys.
@@ -235,8 +236,8 @@ def require_written(
     if left_out:
         raise UsageError(
             f"the chat template does not write {', '.join(left_out)}: the model would not see it",
-            hint="use a model whose template does, or take it out of the row; where templates want "
-            "a call's `arguments` as an object, give that in place of JSON text",
+            hint="use a model whose template does, or remove it from the row; if the template "
+            "wants a call's `arguments` as an object, give that instead of JSON text",
         )
 
 
@@ -250,8 +251,9 @@ def _unwritten(tokenizer: Any, messages: Messages, kwargs: TemplateKwargs) -> li
 def _marked_message(
     message: Mapping[str, Any], number: int, marks: list[tuple[str, str]]
 ) -> dict[str, Any]:
-    """The message with a mark in place of each text that a template has to write."""
-    # Whose result it is, its call says too; what the assistant says, its trained turn shows.
+    """The message with a mark in place of each text that a template must write."""
+    # A result's call also says whose it is, and the assistant's text is checked in its trained
+    # turn.
     kept = "content" if message["role"] == "assistant" else "name"
     kept = "" if message["role"] in ("user", "system") else kept
     return {
@@ -263,9 +265,10 @@ def _marked_message(
 
 
 def _with_marks(value: Any, key: str, name: str, marks: list[tuple[str, str]]) -> Any:
-    """The value with a mark for each text or number in it, which is added to `marks` with the name.
+    """The value with each text or number replaced by a mark, which is added to `marks` with its
+    name.
 
-    References stay as they are: templates look at their form and need not write them.
+    References stay, as templates inspect their form and need not write them.
     """
     if key in REFERENCES or value in (None, "", "{}"):
         return value
@@ -275,7 +278,7 @@ def _with_marks(value: Any, key: str, name: str, marks: list[tuple[str, str]]) -
         return [_with_marks(each, key, name, marks) for each in value]
     mark = f"zqmark{len(marks)}qz"
     if key == "arguments" and isinstance(value, str):
-        # Quoted once more by `tojson`, JSON text is no call that anybody could read.
+        # Quoted once more by `tojson`, JSON text is not a readable call.
         marks.append((f'"{mark}"', name))
         return f'{{"{mark}": 0}}'
     marks.append((mark, name))
@@ -288,8 +291,8 @@ def _apply(tokenizer: Any, messages: Messages, kwargs: TemplateKwargs, **options
             "the model's tokenizer has no chat template: prompts cannot be written",
             hint="use an instruction-tuned model, or add chat_template.jinja to its folder",
         )
-    # A template is Jinja code of the model's own, which may raise anything.
-    # return_dict: from transformers 5 on a mapping is returned by default.
+    # A template is the model's own Jinja code, which may raise anything.
+    # return_dict: transformers 5 returns a mapping by default.
     settings = {"tokenize": True, "return_dict": False, **options}
     try:
         return tokenizer.apply_chat_template(list(messages), **{**kwargs, **settings})

@@ -1,4 +1,4 @@
-"""Hugging Face folders: read a model, write one with everything that stands beside the weights."""
+"""Hugging Face folders: read a model, and write one with all files beside the weights."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ from shakedown.core.private import make_folders
 
 
 def _nobody_watches() -> None:
-    """Outside of `beating`."""
+    """The default outside `beating`."""
 
 
 _beat: ContextVar[Callable[[], None]] = ContextVar("beat", default=_nobody_watches)
@@ -40,7 +40,7 @@ def beating(beat: Callable[[], None]) -> Iterator[None]:
 
 
 def loaded() -> None:
-    """One more tensor is in memory."""
+    """Report that one more tensor is in memory."""
     _beat.get()()
 
 
@@ -49,12 +49,12 @@ _GENERATION = "generation_config.json"
 
 
 def quiet() -> None:
-    """No progress bars: a rank's log is read by people and by the hang diagnosis."""
+    """Disable progress bars, as people and the hang diagnosis read a rank's log."""
     transformers_logging.disable_progress_bar()
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse what is no model folder, before anything slow is tried.
+    """Refuse a folder that is not a model folder, before anything slow is tried.
 
     Raises:
         UsageError: the folder, its config or its weights are missing.
@@ -65,16 +65,16 @@ def check_folder(folder: Path) -> None:
             hint="write the demo's with `shakedown assets`, or set model.source",
         )
     if not (folder / "config.json").is_file():
-        raise UsageError(f"{folder} is no Hugging Face model: it has no config.json")
+        raise UsageError(f"{folder} is not a Hugging Face model folder: config.json is missing")
     if not any(True for pattern in _WEIGHTS[:2] for _ in folder.glob(pattern)):
-        raise UsageError(f"{folder} is no Hugging Face model: it has no *.safetensors")
+        raise UsageError(f"{folder} is not a Hugging Face model folder: *.safetensors is missing")
 
 
 def read_config(folder: Path) -> Any:
     """The model's configuration.
 
     Raises:
-        UsageError: missing, of a kind that transformers cannot read, or its sizes are not those
+        UsageError: missing, of a kind that transformers cannot read, or its sizes differ from those
             of the weights.
     """
     check_folder(folder)
@@ -95,7 +95,7 @@ def read_tokenizer(folder: Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if tokenizer.eos_token_id is None:
         raise UsageError(f"the tokenizer of {folder} has no eos_token: answers could never end")
-    # Padding is masked wherever it is used, so any token will do.
+    # Padding is always masked, so any token will do.
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -104,7 +104,7 @@ def read_tokenizer(folder: Path) -> Any:
 def stop_tokens(folder: Path, tokenizer: Any) -> list[int]:
     """All tokens that end an answer: the tokenizer's, and those of generation_config.json.
 
-    Chat models often end a turn by another token than the tokenizer's (Gemma's `<end_of_turn>`,
+    Chat models often end a turn with another token than the tokenizer's (Gemma's `<end_of_turn>`,
     Phi's `<|end|>`); inference servers stop at both.
 
     Raises:
@@ -130,7 +130,7 @@ def read_model(folder: Path) -> Any:
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
     loaded()
-    # transformers only warns of weights that it did not find, and draws them at random.
+    # transformers only warns about missing weights, and initialises them at random.
     if report["missing_keys"] or report["mismatched_keys"]:
         wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
         listed = ", ".join(wrong[:3])
@@ -139,10 +139,10 @@ def read_model(folder: Path) -> Any:
 
 
 def without_noise(model: Any) -> Any:
-    """The model, whose dropout and routers' jitter are off in training too, in place.
+    """Turn off the model's dropout and router jitter, in place, also for training.
 
-    A policy's ratio is to log-probabilities of the same model: noise that the engine and the pass
-    before the update do not have would move it away from 1. config.json keeps what it says.
+    A policy's ratio compares log-probabilities of the same model: noise that the engine and the
+    pass before the update do not have would move it away from 1. config.json is unchanged.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
@@ -154,12 +154,12 @@ def without_noise(model: Any) -> Any:
 
 
 def empty_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """A model of that shape whose weights are to be filled in."""
+    """A model of that shape, with weights to be filled in."""
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def outline(config: Any) -> Any:
-    """A model of that shape without memory, which writes weights that it is given."""
+    """A model of that shape without memory, for writing given weights."""
     with torch.device("meta"):
         return empty_model(config)
 
@@ -169,16 +169,16 @@ def write_folder(
 ) -> None:
     """Write weights into `folder` with config, tokenizer and the rest of `source`.
 
-    Of tied weights the one is written that transformers ties the others to.
+    Of tied weights only the one that transformers ties the others to is written.
 
     Args:
-        model: of transformers, or another that has a `save_pretrained` with a `state_dict`.
+        model: from transformers, or another with a `save_pretrained` that takes a `state_dict`.
 
     Raises:
         StorageError: the folder cannot be written.
     """
     kind = getattr(torch, dtype)
-    # In one dtype they share memory, which transformers sees; copies in another do not.
+    # In one dtype they share memory, which transformers notices; copies in another do not.
     tied = getattr(model, "all_tied_weights_keys", {})
     cast = {
         name: value.to(kind) if value.is_floating_point() else value
@@ -189,13 +189,13 @@ def write_folder(
         _copy_rest(source, folder)
         model.save_pretrained(folder, state_dict=cast)
         generation = source / _GENERATION
-        if generation.is_file():  # a model made of its config alone does not know it
+        if generation.is_file():  # a model made only from its config does not know it
             shutil.copyfile(generation, folder / _GENERATION)
         _tell_dtype(folder / "config.json", dtype)
 
 
 def _tell_dtype(path: Path, dtype: str) -> None:
-    """Let config.json say what the weights are in: the model that is saved computed in another."""
+    """Put the weights' dtype into config.json, as the saved model computed in another."""
     if not path.is_file():
         return
     body = json.loads(path.read_text(encoding="utf-8"))
@@ -207,7 +207,7 @@ def _tell_dtype(path: Path, dtype: str) -> None:
 
 
 def _copy_rest(source: Path, folder: Path) -> None:
-    """Contents alone: by the modes of a shared source others could write to the copy, too."""
+    """Copy contents only: with the modes of a shared source others could also write to the copy."""
     # `.*`: the hub's download cache, git's folder.
     left_out = shutil.ignore_patterns(*_WEIGHTS, ".*")
     for place, folders, files in os.walk(source, followlinks=True):
@@ -224,7 +224,7 @@ def _copy_rest(source: Path, folder: Path) -> None:
 def _readable(folder: Path, what: str) -> Iterator[None]:
     try:
         yield
-    # What transformers raises for a damaged folder depends on the file that is damaged.
+    # The exception that transformers raises depends on which file is damaged.
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(f"cannot read the {what} of {folder}: {reason}") from error

@@ -1,4 +1,4 @@
-"""What a check is: a row that says how to measure and judge, and where its threshold is from."""
+"""A check: how to measure and judge, and the source of its threshold."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -24,12 +24,12 @@ class CheckJudgement:
 
 @dataclass(frozen=True)
 class Fleet:
-    """What all nodes reported.
+    """The reports of all nodes.
 
     Attributes:
-        command: the environment of the command that started the run, to compare with.
-        sees: which nodes' files the machine of that command misses (checks/visibility.py).
-        ahead: node -> seconds that its clock is ahead of most others', over the network.
+        command: the environment of the command that started the run, for comparison.
+        sees: the nodes whose files that command's machine does not see (checks/visibility.py).
+        ahead: node -> seconds that its clock is ahead of most others, measured over the network.
     """
 
     reports: Mapping[str, NodeReport]
@@ -39,13 +39,13 @@ class Fleet:
     ahead: Mapping[str, float] = field(default_factory=dict)
 
     def facts(self, check: str) -> dict[str, NodeFacts]:
-        """Node -> facts of one check, where it ran."""
+        """Node -> facts of one check, for nodes where it ran."""
         rows = {node: report.checks.get(check) for node, report in self.reports.items()}
         return {node: row.facts for node, row in rows.items() if row and not row.error}
 
     @property
     def machines(self) -> int:
-        """How many machines the nodes are: those of a test cluster share one."""
+        """The number of machines: the nodes of a test cluster share one."""
         return len({facts["boot_id"] for facts in self.facts("machine").values()})
 
 
@@ -59,16 +59,14 @@ class Check:
     """One row of the table, and of docs/preflight.md.
 
     Attributes:
-        fails: when it fails or warns, for the documentation.
-        measure: (request, this node's name) -> facts, on every node. It never judges, and raises
-            when it cannot measure. None: the row compares facts that other rows measured.
-        judge: one node's facts against what the run needs.
-        compare: all nodes' facts against each other: node -> judgement.
-        tier: the least tier that runs it.
-        needs: the field of `Expectations` without which there is nothing to check.
-        health: part of `--once`: about the node itself, without a run, in a second.
-        limit: the threshold, in words.
-        source: where the threshold is from.
+        fails: the conditions for a failure or warning, for the documentation.
+        measure: (request, this node's name) -> facts, on every node. It never judges, and raises if
+        it cannot measure. None: the check compares facts that other checks measured. judge:
+        compares one node's facts with the run's needs. compare: compares all nodes' facts with each
+        other: node -> judgement. tier: the lowest tier that runs it. needs: the field of
+        `Expectations` without which there is nothing to check. health: part of `--once`: checks the
+        node itself, without a run, in a second. limit: the threshold, in words. source: the source
+        of the threshold.
     """
 
     name: str
@@ -87,7 +85,7 @@ class Check:
         return "node" if self.judge else "cluster"
 
     def wanted(self, want: Expectations) -> bool:
-        """Whether this run asks for it."""
+        """Whether this run needs the check."""
         tiers = get_args(Tier)
         in_tier = tiers.index(self.tier) <= tiers.index(want.tier)
         return in_tier and (not self.needs or bool(getattr(want, self.needs)))
@@ -97,13 +95,13 @@ def unlike_most(
     values: Mapping[str, Mapping[str, Any]],
     casting: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, dict[str, str]]:
-    """Node -> `name: here, elsewhere` for what differs from the most common set of values.
+    """Node -> `name: here, elsewhere` for values that differ from the most common set.
 
-    At most 10 differences a node: two environments may differ in hundreds of packages.
+    At most 10 differences per node, as two environments may differ in hundreds of packages.
 
     Args:
         values: node -> name -> value.
-        casting: one more set that has a vote, and breaks a tie.
+        casting: one more set of values, which breaks a tie.
     """
     votes = Counter(_signature(row) for row in values.values())
     if casting:

@@ -1,4 +1,4 @@
-"""What preflight's parts hand each other: requests, reports and expectations."""
+"""Data exchanged by preflight's parts: settings, requests, reports and expectations."""
 
 import base64
 import json
@@ -16,7 +16,7 @@ NodeFacts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """A fault to inject; on every node when `node` is empty."""
+    """A fault to inject, on every node if `node` is empty."""
 
     kind: str
     node: str = ""
@@ -24,17 +24,17 @@ class InjectedFault:
 
 @dataclass(frozen=True)
 class Expectations:
-    """What the run needs; the thresholds that a site may want to move.
+    """The needs of a run, and the thresholds that a site may want to change.
 
     Attributes:
         gpu_model: as Slurm's gres names it; empty: any.
-        model: the folder of the run's model; empty where it is none of this machine's.
+        model: the folder of the run's model; empty if it is not on this machine.
         paths: files and folders that every node must read.
-        hub: what comes from the hub: `models/ORGANISATION/NAME` or `datasets/...`.
-        trainers: numbers of the nodes that a GRPO stage's trainer runs on; 0 has its server, too.
-        baseline: the site's own values, by name; see checks/baseline.py.
-        parts: the run's own code, as (kind, name), of agents with arguments (kind, name, kwargs as
-            JSON); see training/try_part.py.
+        hub: names on the hub: `models/ORGANISATION/NAME` or `datasets/...`.
+        trainers: numbers of the nodes that a GRPO stage's trainer runs on; node 0 also has its
+        server. baseline: the site's own values, by name; see checks/baseline.py. parts: the run's
+        own code, as (kind, name) or, for agents with arguments, (kind, name, kwargs as JSON); see
+        training/try_part.py.
     """
 
     nodes: int = 1
@@ -55,8 +55,8 @@ class Expectations:
 class _Wire:
     """A request's text form, short enough for a command line at 10,000 nodes.
 
-    Not a file: the shared file system is among the things to check. Linux takes 128 KiB in one
-    argument.
+    Not a file, because the shared file system is one of the things to check. Linux allows 128 KiB
+    in one argument.
     """
 
     def to_text(self) -> str:
@@ -65,7 +65,7 @@ class _Wire:
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """Raises ValueError on anything else than `to_text`'s form."""
+        """Parse `to_text`'s form; raises ValueError on anything else."""
         try:
             return json_as(cls, json.loads(zlib.decompress(base64.b85decode(text))))
         except zlib.error as error:
@@ -74,10 +74,10 @@ class _Wire:
 
 @dataclass(frozen=True)
 class ProbeRequest(_Wire):
-    """What every node's probe is told.
+    """The request to every node's probe.
 
     `addresses`: node -> address, in the run's order. `token` marks this run's files. `ports`
-    must be free. `want`: what the run needs. `limit`: seconds a check may take.
+    must be free. `want`: the run's needs. `limit`: time limit of a check in seconds.
     """
 
     addresses: Mapping[str, str]
@@ -91,10 +91,10 @@ class ProbeRequest(_Wire):
 
 @dataclass(frozen=True)
 class WorkerRequest(_Wire):
-    """What every network worker is told before the first round.
+    """The request to every network worker before the first round.
 
-    `addresses`: node -> address of those that take part. `token`: what a connection has to know.
-    `limit`: seconds that one connection or the forming of one group may take.
+    `addresses`: node -> address of the participants. `token`: the secret that a connection must
+        present. `limit`: time limit in seconds of one connection or of forming one group.
     """
 
     addresses: Mapping[str, str]
@@ -104,7 +104,7 @@ class WorkerRequest(_Wire):
 
 
 def has_fault(faults: Sequence[InjectedFault], kind: str, node: str) -> bool:
-    """True when this fault is injected on this node."""
+    """Whether this fault is injected on this node."""
     return any(fault.kind == kind and fault.node in ("", node) for fault in faults)
 
 
@@ -119,8 +119,8 @@ class CheckReport:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """One node's probe: check name -> report. `reply` is [sent, got]: the window on the clock of
-    the machine that asked, in which the node read its own clock."""
+    """One node's probe: check name -> report. `reply` is [sent, received]: the window, by the
+    asking machine's clock, in which the node read its own clock."""
 
     node: str
     checks: Mapping[str, CheckReport]
@@ -132,10 +132,9 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class PreflightSettings:
-    """One preflight run. `limit`: seconds a check may take; `burn`: seconds of the burn tier.
-
-    `spares`: how many of the nodes may be left out. `leaves`: leaf switch -> its nodes; empty: ask
-    Slurm. `after`: the command that comes once all is well.
+    """The settings of one preflight run. `limit`: time limit of a check; `burn`: length of the burn
+    tier, in seconds. `spares`: how many nodes may be left out. `leaves`: leaf switch -> its nodes;
+    empty: ask Slurm. `after`: the next command if all is well.
     """
 
     nodes: Sequence[str]

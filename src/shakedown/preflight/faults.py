@@ -1,4 +1,4 @@
-"""Faults to inject: one wrapper over what the checks measured. The judgement is the real one."""
+"""Faults to inject, by changing measured facts. The judgement is the real one."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,13 +14,13 @@ Change = Callable[[NodeFacts, Collection[str]], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class FaultKind:
-    """What goes wrong.
+    """A kind of fault.
 
     Attributes:
-        text: for the help of the command.
+        text: for the command's help.
         check: whose facts are changed; empty: the network's, or the probe itself.
-        change: (facts, the nodes that have the fault) -> the facts that are other than measured.
-        seen_by_all: the facts of all nodes change, not only of those that have the fault.
+        change: (facts, the nodes with the fault) -> the changed facts.
+        seen_by_all: the facts of all nodes change, not only of those with the fault.
     """
 
     text: str

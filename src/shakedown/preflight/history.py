@@ -1,7 +1,7 @@
-"""What became of each node over runs: one SQLite file beside the results of all of them.
+"""Each node's pass/fail history over all runs, in one SQLite file beside their results.
 
-A node that failed is kept off later jobs until it passes again or the time is over; one that fails
-again and again shows. A damaged file, or another program's, is an error and is left as it is.
+Later jobs avoid a node that failed until it passes again or the time is over; repeated failures
+show up. A damaged file, or one of another program, is an error and is left unchanged.
 """
 
 import sqlite3
@@ -21,7 +21,7 @@ _TABLE = (
     " reason TEXT NOT NULL)"
 )
 _LOCK_SECONDS = 30.0  # another run's preflight may be writing
-REPEATED = 2  # failures that make an offender a repeated one
+REPEATED = 2  # failures that make a repeat offender
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class NodeLook:
 
 @dataclass(frozen=True)
 class NodeHistory:
-    """A node over all runs. `last` is its newest look, `reasons` what failed, newest first."""
+    """A node over all runs. `last` is its newest judgement, `reasons` its failures, newest
+    first."""
 
     node: str
     looks: int
@@ -64,7 +65,7 @@ def remember(path: Path, looks: Iterable[NodeLook]) -> None:
     """Add judgements.
 
     Raises:
-        StorageError: the file cannot be written or is no history.
+        StorageError: the file cannot be written or is not a history.
     """
     rows = [(look.time, look.run, look.node, look.ok, look.reason) for look in looks]
     if rows:
@@ -76,7 +77,7 @@ def records(path: Path) -> list[NodeHistory]:
     """Every node's record, most failures first; empty without a file.
 
     Raises:
-        StorageError: the file cannot be read or is no history.
+        StorageError: the file cannot be read or is not a history.
     """
     if not path.exists():
         return []
@@ -99,10 +100,10 @@ def records(path: Path) -> list[NodeHistory]:
 
 
 def excluded(path: Path, hours: float, now: float | None = None) -> dict[str, NodeLook]:
-    """Node -> its last failure, of those that have not passed since and failed in these hours.
+    """Node -> its last failure, for nodes that failed within these hours and have not passed since.
 
     Raises:
-        StorageError: the file cannot be read or is no history.
+        StorageError: the file cannot be read or is not a history.
     """
     since = (time.time() if now is None else now) - hours * 3600
     found = {record.node: record.last for record in records(path)}
@@ -110,7 +111,7 @@ def excluded(path: Path, hours: float, now: float | None = None) -> dict[str, No
 
 
 def exclude_known(path: Path, hours: float, target: Path) -> list[str]:
-    """Write the names of `excluded` to `target`, the file that every later job keeps off.
+    """Write the names of `excluded` to `target`, the file of nodes that every later job avoids.
 
     Raises:
         StorageError: a file cannot be read or written.
@@ -119,17 +120,19 @@ def exclude_known(path: Path, hours: float, target: Path) -> list[str]:
         write_bad_nodes(target, [])
         return []
     with _opened(path) as base:
-        base.execute("BEGIN IMMEDIATE")  # of two at once none writes a list older than the other's
+        base.execute(
+            "BEGIN IMMEDIATE"
+        )  # so that of two writers none replaces a newer list by an older one
         names = sorted(excluded(path, hours))
         write_bad_nodes(target, names)
     return names
 
 
 def forgive(path: Path, node: str) -> int:
-    """Forget a node that was repaired; how many judgements it had.
+    """Forget a repaired node; returns how many judgements it had.
 
     Raises:
-        StorageError: the file cannot be written or is no history.
+        StorageError: the file cannot be written or is not a history.
     """
     with _opened(path) as base:
         return base.execute("DELETE FROM looks WHERE node = ?", (node,)).rowcount

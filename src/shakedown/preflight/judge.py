@@ -1,4 +1,4 @@
-"""Pure: nodes' facts and the network report in, findings and the list of bad nodes out."""
+"""From nodes' facts and the network report to findings and the list of bad nodes. Pure."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from shakedown.preflight.observed import (
 )
 
 Reports = Mapping[str, NodeReport]
-# What a judge raises on facts of another version, or damaged ones.
+# Exceptions that damaged facts, or those of another version, cause in a judge.
 _DAMAGED = (KeyError, TypeError, ValueError, AttributeError, IndexError)
 _WORST_FIRST: tuple[FindingStatus, ...] = ("fail", "error", "warn")
 
@@ -35,11 +35,11 @@ def judge(
     """All findings.
 
     Args:
-        nodes: those that were asked; one without a report is a finding.
+        nodes: the nodes asked; one without a report is a finding.
         reports: node -> report.
-        network: None when it was not run.
-        command: the environment of the command that started the run, to compare with.
-        sees: which nodes' files the machine of that command misses.
+        network: None if it was not run.
+        command: the environment of the command that started the run, for comparison.
+        sees: the nodes whose files that command's machine does not see.
         silent: node -> why there is no report (the end of its log).
     """
     fleet = Fleet(reports, want, command, sees, _clocks(network))
@@ -54,7 +54,7 @@ def judge(
 
 
 def bad_nodes(findings: Sequence[Finding], nodes: Sequence[str]) -> list[str]:
-    """Nodes to exclude: those with a failed or impossible check of their own."""
+    """Nodes to exclude: those with a check of their own that failed or could not run."""
     bad = {f.subject for f in findings if f.scope == "node" and f.status in ("fail", "error")}
     return sorted(bad & set(nodes))
 
@@ -62,7 +62,7 @@ def bad_nodes(findings: Sequence[Finding], nodes: Sequence[str]) -> list[str]:
 def usable_nodes(
     findings: Sequence[Finding], nodes: Sequence[str], network: NetworkReport
 ) -> list[str]:
-    """Nodes that are good, of which no two failed with each other."""
+    """Good nodes of which no two failed with each other."""
     bad = bad_nodes(findings, nodes)
     failing = {
         frozenset(map(node_of, pair)) for pair in failing_pairs(network.reach, network.pairs)
@@ -71,7 +71,7 @@ def usable_nodes(
 
 
 def concerns(finding: Finding, nodes: Collection[str]) -> bool:
-    """Whether a finding is about these nodes: about one or two of them, or about all."""
+    """Whether a finding is about these nodes: one or two of them, or all."""
     if finding.scope not in ("node", "pair"):
         return True
     return set(finding.subject.split(",")) <= {
@@ -90,13 +90,13 @@ def _node_count(nodes: Sequence[str], want: Expectations) -> list[Finding]:
             measured=len(nodes),
             expected=want.nodes,
             blame="user",
-            remedy=f"run it inside an allocation: salloc --nodes={want.nodes}",
+            remedy=f"run preflight inside an allocation: salloc --nodes={want.nodes}",
         )
     ]
 
 
 def _answers(nodes: Sequence[str], reports: Reports, silent: Mapping[str, str]) -> list[Finding]:
-    """A node without a report failed, if others gave one; otherwise it is the launcher."""
+    """A node without a report failed if others gave one; otherwise the launcher is at fault."""
     status: FindingStatus = "fail" if reports else "error"
     return [
         Finding(
@@ -107,7 +107,7 @@ def _answers(nodes: Sequence[str], reports: Reports, silent: Mapping[str, str]) 
             measured=silent.get(node) or "no result",
             expected="a result",
             blame="node" if reports else "environment",
-            remedy="is the node up and is this python there? sinfo -N, srun -w NODE hostname",
+            remedy="check that the node is up and has this python: sinfo -N, srun -w NODE hostname",
         )
         for node in nodes
         if node not in reports
@@ -115,13 +115,13 @@ def _answers(nodes: Sequence[str], reports: Reports, silent: Mapping[str, str]) 
 
 
 def _clocks(network: NetworkReport | None) -> dict[str, float]:
-    """Node -> seconds ahead of most others; empty where there are too few to tell."""
+    """Node -> seconds ahead of most others; empty if there are too few to tell."""
     found = clocks(network.reach) if network else {}
     return {node_of(name): ahead for name, ahead in found.items()}
 
 
 def _node_findings(fleet: Fleet) -> list[Finding]:
-    """What each node measured, judged by itself; and what could not be measured."""
+    """Findings on each node's own measurements, including failed ones."""
     findings = []
     for node, report in fleet.reports.items():
         for name, row in report.checks.items():
@@ -141,7 +141,7 @@ def _judged(name: str, rule: NodeJudge, node: str, row: CheckReport, want: Expec
 
 
 def _comparisons(fleet: Fleet) -> list[Finding]:
-    """What the nodes measured, compared with each other."""
+    """Findings from comparing the nodes' measurements."""
     findings = []
     for name, check in CHECKS.items():
         if not check.compare or not check.wanted(fleet.want):
@@ -187,12 +187,12 @@ def _could_not_run(
 
 
 def _merge_common(findings: Sequence[Finding], nodes: Sequence[str]) -> list[Finding]:
-    """A check that is bad on every one of several nodes is not those nodes' fault.
+    """Merge a check that is bad on all of several nodes, which is not the nodes' fault.
 
     It becomes one finding of the cluster, so that no later job excludes every node; so does a
-    warning that every node gives. Nodes without any answer are judged by that alone.
+    warning on every node. Nodes without any answer are not counted.
     """
-    # Where nobody answers, that is what all have in common.
+    # If no node answers, that is what all have in common.
     answering = set(nodes) - {f.subject for f in findings if f.check == "answer"} or set(nodes)
     if len(answering) < 2:
         return list(findings)
@@ -208,7 +208,7 @@ def _merge_common(findings: Sequence[Finding], nodes: Sequence[str]) -> list[Fin
 def _common(findings: Sequence[Finding]) -> Finding:
     first = findings[0]
     measured = {f.subject: f.measured for f in findings[:10]}
-    # What all nodes have is no single node's fault.
+    # A fault on all nodes is no single node's fault.
     blame = "environment" if first.blame == "node" else first.blame
     status = next(s for s in _WORST_FIRST if any(f.status == s for f in findings))
     return replace(

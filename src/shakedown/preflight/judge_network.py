@@ -1,4 +1,4 @@
-"""Pure: the network report's findings."""
+"""The findings of the network report. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
@@ -17,15 +17,15 @@ from shakedown.preflight.observed import (
 )
 from shakedown.preflight.outliers import slow_ones
 
-_ENOUGH = 28  # pairs that are repeated, those of eight nodes: a minute or two
+_ENOUGH = 28  # repeated pairs, those of eight nodes: a minute or two
 _LISTED = 5
 _RULE = "below 95 % of the others with modified z < -3.5 (of fewer than 9: 90 %, -2.5)"
 
 
 def network_findings(network: NetworkReport, want: Expectations) -> list[Finding]:
-    """Findings over workers, connections, pairs, the all-reduce and speeds.
+    """Findings on workers, connections, pairs, the all-reduce and speeds.
 
-    What involves a member that gave no answer is that member's finding alone.
+    Failures that involve a member without an answer are only that member's finding.
     """
     gone = network.absent.keys()
     reach = [r for r in network.reach if not {r.a, r.b} & gone]
@@ -44,13 +44,13 @@ def network_findings(network: NetworkReport, want: Expectations) -> list[Finding
 
 
 def _absent(network: NetworkReport) -> list[Finding]:
-    # Where no worker at all gave a result, the launch is at fault rather than the nodes.
+    # If no worker at all gave a result, the launch is at fault rather than the nodes.
     others = len(network.members) > 0
     silent: dict[str, str] = {}
     for member, why in network.absent.items():
         silent.setdefault(node_of(member), why)
     rows = [(node, why, "fail" if others else "error") for node, why in silent.items()]
-    # Of nodes that Slurm lost its own words say so.
+    # For nodes that Slurm lost, its own message is used.
     rows += [(node, why, "fail" if others else "error") for node, why in network.excluded.items()]
     return [
         Finding(
@@ -61,14 +61,14 @@ def _absent(network: NetworkReport) -> list[Finding]:
             measured=why,
             expected="answers in every round",
             blame="node",
-            remedy="is the node up, and does `python -c 'import torch'` work there?",
+            remedy="check that the node is up and that `python -c 'import torch'` works there",
         )
         for node, why, status in rows
     ]
 
 
 def _exchanges(check: str, found: ExplainedFailures, seconds: Sequence[float]) -> list[Finding]:
-    """One finding a bad member, a link and an undecided failure; one for all that worked."""
+    """One finding per bad member, link and undecided failure; one for all exchanges that worked."""
     findings = []
     members: dict[str, list[str]] = {}
     for end in sorted(found.bad):
@@ -101,7 +101,7 @@ def _bad_member(check: str, member: str, ends: Mapping[str, Sequence[Observation
         measured="; ".join(parts),
         expected="works with every partner, as they do with each other",
         blame="node",
-        remedy="drain the node; look at its firewall, interface and GLOO_SOCKET_IFNAME",
+        remedy="drain the node; check its firewall, interface and GLOO_SOCKET_IFNAME",
     )
 
 
@@ -114,7 +114,7 @@ def _failed(check: str, row: Observation, who: str, suspects: Iterable[str]) -> 
     if node_of(first) == node_of(second):
         return _local(check, row)
     arrow = "->" if row.ends[0].endswith(">") else "-"
-    remedy = f"{who} is at fault, or a passing fault: run preflight again"
+    remedy = f"{who} is at fault, or it was temporary: run preflight again"
     if suspects:
         others = f"with a third node: srun -w {first},NODE and srun -w {second},NODE"
         remedy = f"{who} whether {first} or {second} is at fault; try each {others}"
@@ -139,7 +139,7 @@ def _local(check: str, row: Observation) -> Finding:
         measured=row.error,
         expected="two processes of this node exchange data",
         blame="node",
-        remedy="look at the loopback interface, firewall and GLOO_SOCKET_IFNAME",
+        remedy="check the loopback interface, firewall and GLOO_SOCKET_IFNAME",
     )
 
 
@@ -157,7 +157,7 @@ def _all_reduce(network: NetworkReport) -> list[Finding]:
             measured=dict(list(wrong.items())[:_LISTED]) or f"{network.all_reduce_seconds:g} s",
             expected="the right sum on every member",
             blame="link" if wrong else "none",
-            remedy="every pair of them works: run preflight again, then look at switches"
+            remedy="every pair of them works: run preflight again, then check the switches"
             if wrong
             else "",
             seconds=network.all_reduce_seconds,
@@ -166,7 +166,8 @@ def _all_reduce(network: NetworkReport) -> list[Finding]:
 
 
 def _processors(work: Mapping[str, NodeFacts], want: Expectations) -> list[Finding]:
-    """Equal bits every time, GPUs where GPUs are expected, and none slower than its peers."""
+    """Judge the processors: equal bits every time, GPUs if expected, and none slower than its
+    peers."""
     slow = _slow_devices(work)
     findings = []
     for member, found in work.items():
@@ -175,13 +176,13 @@ def _processors(work: Mapping[str, NodeFacts], want: Expectations) -> list[Findi
         no_gpu = want.gpus > 0 and list(found) == ["cpu"]
         if no_gpu:
             measured: object = "torch sees no GPU: the products ran on the CPU"
-            remedy = "install torch for CUDA, and look at CUDA_VISIBLE_DEVICES and the driver"
+            remedy = "install torch for CUDA, and check CUDA_VISIBLE_DEVICES and the driver"
         elif unstable:
-            measured = f"other bits each time on {', '.join(unstable)}"
+            measured = f"results differ from run to run on {', '.join(unstable)}"
             remedy = "silent data corruption: drain the node"
         elif outliers:
             measured = {label: f"{share:.0%} of the others" for label, share in outliers.items()}
-            remedy = "look at clocks, heat, power and PCIe"
+            remedy = "check clocks, temperature, power and PCIe"
         else:
             measured = {name: facts["gflops"] for name, facts in found.items()}
             remedy = ""
@@ -203,14 +204,14 @@ def _processors(work: Mapping[str, NodeFacts], want: Expectations) -> list[Findi
 
 
 def _slow_devices(work: Mapping[str, NodeFacts]) -> dict[tuple[str, str], float]:
-    """(member, device) -> share of its peers: all devices of one kind."""
+    """(member, device) -> its speed as a share of its peers, all devices of one kind."""
     peers: dict[str, dict[str, Sequence[float]]] = {}
     for member, found in work.items():
         for name, facts in found.items():
             peers.setdefault(facts["kind"], {})[f"{member} {name}"] = facts["gflops"]
     found_slow: dict[tuple[str, str], float] = {}
     for values in peers.values():
-        # Two workers of one node share its processors and are no peers.
+        # Two workers of one node share its processors and are not peers.
         if len({node_of(label) for label in values}) > 1 or len(values) > len(work):
             for label, share in slow_ones(values).items():
                 member, _, device = label.partition(" ")
@@ -222,7 +223,7 @@ _Speeds = Mapping[tuple[str, str], Sequence[float]]
 
 
 def _link_speeds(pairs: Sequence[PairResult]) -> _Speeds:
-    """Pair -> MB/s at different times; where some were repeated alone, of those only."""
+    """Pair -> MB/s at different times; only of the pairs repeated alone, if there are any."""
     speeds: dict[tuple[str, str], list[float]] = {}
     for pair in [p for p in pairs if p.alone] or pairs:
         speeds.setdefault((pair.a, pair.b), []).append(pair.speed)
@@ -230,14 +231,14 @@ def _link_speeds(pairs: Sequence[PairResult]) -> _Speeds:
 
 
 def _slow_members(speeds: _Speeds) -> dict[str, float]:
-    """By each member's best link: a slow interface slows all of them, a slow link just one."""
+    """Compare each member's best link: a slow interface slows all links, a slow link only one."""
     best: dict[str, list[float]] = {}
     for name in {name for pair in speeds for name in pair}:
         own = [found for pair, found in speeds.items() if name in pair]
         best[name] = [
             max(found[t] for found in own if t < len(found)) for t in range(max(map(len, own)))
         ]
-    # With two members both have the same best link: nobody is below the other.
+    # Two members have the same best link, so neither is below the other.
     return slow_ones(best)
 
 
@@ -254,15 +255,15 @@ def pairs_to_repeat(pairs: Sequence[PairResult]) -> list[tuple[str, str]]:
     slow |= {pair for pair in speeds if set(pair) & _slow_members(speeds).keys()}
     if not slow:
         return []
-    # An innocent partner of a slow member needs a link of its own to show that it is not slow, and
-    # the slow must not be their own measure: as many others again.
+    # An innocent partner of a slow member needs another link to show that it is not slow, and slow
+    # pairs must not be compared only with themselves: add as many others.
     unshown = {name for pair in slow for name in pair}
     near: list[tuple[str, str]] = []
     far: list[tuple[str, str]] = []
     for pair in (pair for pair in speeds if pair not in slow):
         (near if unshown & set(pair) else far).append(pair)
         unshown -= set(pair)
-    # With two rounds an innocent may have met two slow ones, and nobody else.
+    # With two rounds an innocent member may have met only two slow ones.
     good = sorted({name for pair in far for name in pair})
     met = [(min(pair), max(pair)) for pair in zip(sorted(unshown), cycle(good), strict=False)]
     known = [*slow, *near, *met]
@@ -271,7 +272,7 @@ def pairs_to_repeat(pairs: Sequence[PairResult]) -> list[tuple[str, str]]:
 
 
 def _bandwidth(pairs: Sequence[PairResult]) -> list[Finding]:
-    """A member all of whose links are slow is slow; one slow pair of others is a link."""
+    """A member whose links are all slow is slow; a slow pair of other members is a slow link."""
     speeds = _link_speeds(pairs)
     slow = _slow_members(speeds)
     findings = [
@@ -302,5 +303,5 @@ def _slow(scope: str, subject: str, share: float, speeds: _Speeds) -> Finding:
         measured={"share of the others": f"{share:.0%}", "MB/s": listed},
         expected=f"not {_RULE}",
         blame="node" if scope == "node" else "link",
-        remedy="look at the interface's speed, errors and cable",
+        remedy="check the interface's speed, errors and cable",
     )

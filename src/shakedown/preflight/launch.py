@@ -1,4 +1,4 @@
-"""Start programs on the nodes, over srun or here, tell them lines and read what they print."""
+"""Start programs on the nodes, by srun or locally, send them lines and read their output."""
 
 import contextlib
 import json
@@ -22,19 +22,19 @@ from shakedown.slurm.client import srun_argv
 ProgramMessage = dict[str, Any]
 _POLL_SECONDS = 0.05
 _TELL_SECONDS = 20.0
-# `--cpu-bind=none` of our own srun line is answered so where Slurm binds no tasks (task/none).
+# The answer to our `--cpu-bind=none` if Slurm binds no tasks (task/none).
 _NOISE = "srun: cluster configuration lacks support for cpu binding"
 _HALF = 2
 _PATIENCE = 4.0
 
 
 class NodeProgram:
-    """Programs that run on nodes: what they have said, and a way to tell all of them something."""
+    """Programs running on nodes: their messages, and a way to send a line to all of them."""
 
     def __init__(
         self, supervisor: Supervisor, components: Sequence[Component], ears: Sequence[int]
     ) -> None:
-        """`ears`: what each component reads its standard input from, its writing end."""
+        """`ears`: the writing end of each component's standard input."""
         self._supervisor = supervisor
         self._components = components
         self._ears = list(ears)
@@ -48,14 +48,14 @@ class NodeProgram:
         return not self._supervisor.running()
 
     def messages(self) -> list[ProgramMessage]:
-        """All that the programs have reported so far."""
+        """All messages of the programs so far."""
         for reader in self._readers:
             self._messages += reader.new_messages()
         return self._messages
 
     def tell(self, order: Mapping[str, Any]) -> None:
-        """One line for every program. One that has ended or does not read is told nothing; that it
-        gives no answer shows."""
+        """Send one line to every program. One that has ended or does not read is skipped; its
+        missing answer will show."""
         line = json.dumps(order, separators=(",", ":")).encode() + b"\n"
         for ear in self._ears:
             with contextlib.suppress(BrokenPipeError):
@@ -72,13 +72,14 @@ class NodeProgram:
         """Wait until all of `wanted` have answered; return those that have.
 
         Once half of them have, the others get `least` seconds, or four times as long as that half
-        took: who is silent then is silent for a reason of its own. None waits beyond `most`.
+            took: a member still silent then has its own problem. The wait never exceeds `most`.
         """
         begin = time.monotonic()
         deadline = begin + most
         patient = False
         while True:
-            # Asked before the logs are read: what was printed before the end is then in them.
+            # Checked before the logs are read, so that they contain everything printed before the
+            # end.
             over = self.over or time.monotonic() > deadline
             there = who(self.messages()) & wanted
             if there == wanted or over:
@@ -90,26 +91,26 @@ class NodeProgram:
             time.sleep(_POLL_SECONDS)
 
     def words(self) -> str:
-        """What was printed beside the messages: srun's own words, warnings, tracebacks."""
+        """Output other than messages: srun's own, warnings, tracebacks."""
         return "\n".join(
             line for c in self._components for line in wire_format.plain_lines(_text(c.log))
         )
 
     def tails(self) -> dict[str, str]:
-        """Component -> the last lines that are no messages, and how it ended if it has."""
+        """Component -> the last lines that are not messages, and how it ended if it has."""
         ended = {e.component.name: describe_exit(e.returncode) for e in self._supervisor.poll()}
         return {c.name: _tail(c.log, ended.get(c.name, "")) for c in self._components}
 
     def hush(self) -> None:
-        """Close the programs' standard input, upon which they end."""
+        """Close the programs' standard input, which makes them end."""
         while self._ears:
             os.close(self._ears.pop())
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """Runs `python -m MODULE` on nodes. `folder` holds the logs, on this machine's own disk: the
-    results folder is among the things to check. `slurm`: over srun in the current job, else as
+    """Runs `python -m MODULE` on nodes. `folder` holds the logs, on this machine's own disk, as the
+    results folder is one of the things to check. `slurm`: by srun in the current job, else as
     processes of this machine."""
 
     folder: Path
@@ -119,7 +120,7 @@ class Launcher:
     @classmethod
     @contextlib.contextmanager
     def opened(cls, *, slurm: bool, srun_args: Sequence[str] = ()) -> Iterator[Self]:
-        """A launcher whose logs are gone at the end."""
+        """A launcher whose logs are removed at the end."""
         prefix = temporary_prefix(Path(tempfile.gettempdir(), "preflight"))
         with tempfile.TemporaryDirectory(prefix=prefix) as folder:
             yield cls(Path(folder), slurm, srun_args)
@@ -138,9 +139,10 @@ class Launcher:
         tasks: int = 1,
         env: Mapping[str, str] = MappingProxyType({}),
     ) -> Iterator[NodeProgram]:
-        """Run the module on every group of nodes (one srun a group), `tasks` processes a node.
+        """Run the module on every group of nodes (one srun per group), with `tasks` processes per
+        node.
 
-        All programs are ended when the block is left.
+        All programs are stopped when the block is left.
 
         Raises:
             LaunchError: srun or python cannot be started.
@@ -169,10 +171,10 @@ class Launcher:
         begun = len(self.logs)
         if not self.slurm and tasks == 1:
             log = self.folder / f"{begun}-{nodes[0]}.log"
-            # A check runs in a session of its own, by which its time-out ends all that it started.
+            # A check runs in its own session, so that its time limit also ends its children.
             return [Component(nodes[0], "preflight", tuple(argv), log, env, foreign=True)]
         if not self.slurm:
-            # the rank numbers of local ranks; nobody asks for the port
+            # rank numbers of local ranks; the port is not used
             local = rank_components(
                 argv=argv,
                 world_size=tasks,
@@ -196,7 +198,7 @@ class Launcher:
 
 
 class _Log:
-    """Reads on in a log that grows."""
+    """A reader of a growing log."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -226,7 +228,7 @@ def _text(path: Path) -> str:
 
 
 def _tail(log: Path, ending: str) -> str:
-    """The last three lines that are no messages, and how the process ended."""
+    """The last three lines that are not messages, and how the process ended."""
     told = [line for line in wire_format.plain_lines(_text(log)) if not line.startswith(_NOISE)]
     lines = [line.strip()[:200] for line in told[-3:]]
     return " | ".join([*lines, ending] if ending else lines)

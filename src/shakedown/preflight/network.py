@@ -1,11 +1,11 @@
-"""Runs on a node: connections, exchanges, an all-reduce and matrix products, as they are released.
+"""The worker on a node: connections, exchanges, an all-reduce and matrix products, when released.
 
     python -m shakedown.preflight.network --request TEXT
 
 The launcher (network_run.py) releases one round after the other over standard input, so that
-members cannot drift apart; results go to standard output (wire.py) one by one: those of a worker
-that dies later still count. Every exchange has a time limit that is kept from outside of gloo,
-whose own connect may outlast the one it is given.
+members cannot drift apart; results go to standard output (wire_format.py) one by one, so those of a
+worker that dies later still count. Every exchange has a time limit that is enforced outside gloo,
+whose own connect may exceed its limit.
 """
 
 import argparse
@@ -39,14 +39,14 @@ Returned = TypeVar("Returned")
 
 _SAMPLE = 64 * 1024  # bytes each way; more than any packet, so that a wrong MTU shows
 _TRANSFER_SECONDS = 2.0
-_AT_ONCE = 32  # connections of one member
+_AT_ONCE = 32  # parallel connections of one member
 
 
 def within(seconds: float, function: Callable[[], Returned]) -> Returned:
-    """What `function` returns, or raises.
+    """Call `function` with a time limit; its result or exception is passed on.
 
     Raises:
-        TimeoutError: it took longer; it is left behind in its thread.
+        TimeoutError: it took longer; it keeps running in its thread.
     """
     ended: list[Callable[[], Returned]] = []
 
@@ -62,7 +62,7 @@ def within(seconds: float, function: Callable[[], Returned]) -> Returned:
     thread.start()
     thread.join(seconds)
     if not ended:
-        raise TimeoutError(f"no end within {seconds:g} s")
+        raise TimeoutError(f"not finished within {seconds:g} s")
     return ended[0]()
 
 
@@ -92,15 +92,15 @@ def _receive(connection: socket.socket, count: int) -> bytes:
     """Exactly `count` bytes.
 
     Raises:
-        ConnectionError: the other side closed before; says how many came.
-        TimeoutError: they did not come in time; says how many came.
+        ConnectionError: the other side closed early; says how many arrived.
+        TimeoutError: they did not arrive in time; says how many did.
     """
     body = bytearray()
     while len(body) < count:
         try:
             piece = connection.recv(count - len(body))
         except TimeoutError:
-            raise TimeoutError(f"{len(body)} of {count} bytes came") from None
+            raise TimeoutError(f"{len(body)} of {count} bytes arrived") from None
         if not piece:
             raise ConnectionError(f"closed after {len(body)} of {count} bytes")
         body += piece
@@ -119,7 +119,9 @@ def reach(address: str, port: int, token: str, seconds: float) -> dict[str, Any]
             now = float(_receive(connection, 20))
             got = time.time()
             facts["seconds"] = round(got - sent, 5)
-            facts["ahead"] = round(now - (sent + got) / 2, 4)  # as NTP: good to half a round trip
+            facts["ahead"] = round(
+                now - (sent + got) / 2, 4
+            )  # as in NTP: accurate to half a round trip
             stage = "it answered, but large packets are lost (MTU?)"
             connection.sendall(bytes(_SAMPLE))
             _receive(connection, _SAMPLE)
@@ -132,20 +134,20 @@ def reach(address: str, port: int, token: str, seconds: float) -> dict[str, Any]
 
 
 class NetworkWorker:
-    """One member: its listeners, and what it does when a round is released."""
+    """One member: its listeners, and its part in each round."""
 
     def __init__(self, request: WorkerRequest, name: str) -> None:
-        """Listen; the first message says on which ports.
+        """Listen; the first message names the ports.
 
         Raises:
-            LaunchError: this node cannot listen on the address by which the others know it.
+            LaunchError: this node cannot listen on the address that the others use for it.
         """
         self._request = request
         self._name = name
         self._node = node_of(name)
         address = request.addresses[self._node] if "#" not in name else "127.0.0.1"
         limit = timedelta(seconds=request.limit)
-        # One store for all rounds: each group puts its names behind a prefix of its own.
+        # One store for all rounds: each group's names have their own prefix.
         self._store = open_store(address, 0, rank=0, size=None, timeout=limit)
         family = socket.AF_INET6 if ":" in self._store.host else socket.AF_INET
         listener = socket.create_server((self._store.host, 0), family=family)
@@ -167,7 +169,7 @@ class NetworkWorker:
         wire_format.emit({"kind": kind, "member": self._name, **facts})
 
     def obey(self, order: Mapping[str, Any]) -> None:
-        """Take part in what one line of the launcher asks."""
+        """Take part in the round that one line of the launcher requests."""
         if "members" in order:
             self._members = dict(order["members"])
             self._backend = order["backend"]
@@ -183,7 +185,7 @@ class NetworkWorker:
     def _reach(self, order: Mapping[str, Any]) -> dict[str, Any] | None:
         names = list(self._members)
         numbers = reach_targets(len(names))[names.index(self._name)]
-        # Given targets: those of a second try.
+        # Given targets are those of a second try.
         targets = (order["reach"] or {self._name: [names[n] for n in numbers]}).get(self._name)
         if not targets:
             return None
@@ -196,10 +198,10 @@ class NetworkWorker:
         return reach(address, echo, self._request.token, self._request.limit)
 
     def _group(self, order: Mapping[str, Any], names: Sequence[str]) -> Any:
-        """A process group of these members, at the store of the first.
+        """A process group of these members, using the store of the first.
 
         Raises:
-            RuntimeError: not all arrived in time, or no connection came about.
+            RuntimeError: not all arrived in time, or a connection failed.
         """
         limit = timedelta(seconds=self._request.limit)
         address, _, port = self._members[names[0]]
@@ -231,7 +233,7 @@ class NetworkWorker:
 
         def reduce() -> dict[str, Any]:
             group = self._group(order, names)
-            # Sums of whole numbers are exact in float64, in whatever order they are added.
+            # Sums of whole numbers are exact in float64, in any order.
             value = self._tensor(1024, float(names.index(self._name) + 1), torch.float64)
             group.allreduce([value]).wait()
             right = len(names) * (len(names) + 1) / 2
@@ -256,7 +258,7 @@ class NetworkWorker:
         return {"pair": pair, **self._bounded(exchange, order["slack"])}
 
     def _transfer(self, group: Any, megabytes: int, repeats: int) -> list[float]:
-        """MB/s of each all-reduce of a two-member group; a slow link gets fewer of them.
+        """MB/s of each all-reduce of a two-member group; a slow link runs fewer.
 
         Raises:
             ValueError: the sum is wrong.
@@ -264,7 +266,7 @@ class NetworkWorker:
         speeds: list[float] = []
         end = time.monotonic() + _TRANSFER_SECONDS
         while len(speeds) < repeats and self._both(group, time.monotonic() < end or not speeds):
-            # Another value each turn: what a turn left behind is not taken for the next's result.
+            # A different value each turn, so that an old result is not taken for a new one.
             turn = len(speeds) + 1
             value = self._tensor(megabytes * 2**18, float(turn), torch.float32)
             begin = time.perf_counter()
@@ -272,12 +274,12 @@ class NetworkWorker:
             right = bool((value == 2 * turn).all())  # on a GPU this waits for the transfer
             taken = time.perf_counter() - begin
             if not right:
-                raise ValueError("the pair's sum is wrong: data is damaged on the way")
+                raise ValueError("the pair's sum is wrong: data is damaged in transit")
             speeds.append(round(megabytes / taken / (2 if self._has("slow_node") else 1), 1))
         return speeds
 
     def _both(self, group: Any, willing: bool) -> bool:
-        """Whether both members are willing."""
+        """Whether both members agree."""
         votes = self._tensor(1, float(willing), torch.float32)
         group.allreduce([votes]).wait()
         return bool(votes.item() == 2)
@@ -286,7 +288,7 @@ class NetworkWorker:
         return {}
 
     def _work(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """{device: what `measure_device` found}, one device after the other."""
+        """{device: result of `measure_device`}, one device after the other."""
         names = devices()
         found = {}
         for name in names:
@@ -304,7 +306,7 @@ def _short(error: Exception) -> str:
 
 
 def read_orders(orders: "queue.SimpleQueue[dict[str, Any] | None]") -> None:
-    """Put the launcher's lines into the queue; None at their end."""
+    """Put the launcher's lines into the queue, and None at the end."""
     for line in sys.stdin:
         if line.strip():
             orders.put(json.loads(line))
@@ -318,7 +320,7 @@ def main() -> None:
     request = WorkerRequest.from_text(parser.parse_args().request)
     local = os.environ.get("SLURM_LOCALID") or os.environ.get("LOCAL_RANK", "0")
     name = node_name() if len(request.addresses) > 1 else f"{node_name()}#{local}"
-    # On one node the second member alone is dead, so that the first must notice.
+    # On one node only the second member is dead, so that the first must notice.
     if has_fault(request.faults, "gloo_dead", node_name()) and not name.endswith("#0"):
         os._exit(1)
     orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -329,12 +331,12 @@ def main() -> None:
         wire_format.emit({"kind": "failed", "member": name, "error": _short(error)})
         sys.exit(1)
     while (order := orders.get()) is not None:
-        # A worker that was stopped for a while finds several: the launcher has gone on, and only
-        # the newest round has partners that wait for it.
+        # A worker that was stopped for a while finds several: the launcher has moved on, and only
+        # in the newest round partners wait for it.
         if "members" in order or orders.empty():
             worker.obey(order)
     sys.stdout.flush()
-    os._exit(0)  # what was left behind in threads may still wait
+    os._exit(0)  # abandoned threads may still be waiting
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Release the network workers' rounds one by one, and put their answers together."""
+"""Release the network workers' rounds one by one, and combine their answers."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -25,19 +25,19 @@ from shakedown.preflight.rounds import ALL_PAIRS, leaf_of, pair_rounds, repair_p
 from shakedown.preflight.slurm_messages import blamed_by_srun, tasks_that_ended, was_aborted
 from shakedown.slurm.nodes import slurm_leaves, slurm_nodes
 
-_IMPORT_SECONDS = 120.0  # torch from a cold shared file system
-_LAGGARD_SECONDS = 20.0  # at least so long for the others once half of the workers are up
-_MARGIN_SECONDS = 5.0  # between a worker's own limit and the launcher's
-_SLOWEST_MB_PER_S = 10.0  # below this a transfer runs out of time: Ethernet of 100 Mbit/s
+_IMPORT_SECONDS = 120.0  # loading torch from a cold shared file system
+_LAGGARD_SECONDS = 20.0  # minimum for the others once half of the workers are up
+_MARGIN_SECONDS = 5.0  # margin between a worker's own limit and the launcher's
+_SLOWEST_MB_PER_S = 10.0  # slower transfers time out: 100 Mbit/s Ethernet
 _SRUN_SECONDS = 40.0
 _WAVES = 3
-_SWEEPS = 3  # of what seems slow
+_SWEEPS = 3  # repeats of a seemingly slow exchange
 _ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
 class _Load:
-    """What a tier moves and computes: one exchange of 1 MB shows that a pair works."""
+    """The amount of data and computing of a tier; one exchange of 1 MB shows that a pair works."""
 
     megabytes: int
     repeats: int
@@ -45,12 +45,12 @@ class _Load:
 
     @property
     def slack(self) -> float:
-        """Seconds that a pair's transfers may take."""
+        """The time limit of a pair's transfers in seconds."""
         return 2.0 + 2 * self.megabytes / _SLOWEST_MB_PER_S
 
     @property
     def gpu_factor(self) -> int:
-        """Over NCCL it takes more to fill a link of 50 GB/s."""
+        """NCCL needs larger transfers to fill a link of 50 GB/s."""
         return 1 if self.repeats == 1 else 16
 
 
@@ -66,12 +66,12 @@ def _load(tier: Tier, burn: float) -> _Load:
 def check_network(
     launcher: Launcher, settings: PreflightSettings, addresses: Mapping[str, str], token: str
 ) -> NetworkReport:
-    """Connections, pair rounds and an all-reduce over the nodes of `addresses`.
+    """Run connections, pair rounds and an all-reduce over the nodes of `addresses`.
 
-    Where a node is lost meanwhile Slurm may end the workers of all the others: then it begins
-    again without those that Slurm blames.
+    If a node is lost meanwhile, Slurm may end the workers of all the others; then it starts again
+    without the nodes that Slurm blames.
     """
-    if find_spec("torch") is None:  # the workers are started with this Python
+    if find_spec("torch") is None:  # the workers run with this Python
         why = "torch is not installed: pip install 'slurm-shakedown[train]'"
         return NetworkReport(absent=dict.fromkeys(addresses, why))
     lost: dict[str, str] = {}
@@ -83,7 +83,7 @@ def check_network(
         report, gone = _attempt(launcher, settings, left, token)
         if not gone:
             break
-        settings.say(f"lost {', '.join(sorted(gone))}: the others begin again")
+        settings.say(f"lost {', '.join(sorted(gone))}: the others start again")
         lost |= gone
     if settings.slurm:
         lost |= _lost_since(launcher, [node for node in addresses if node not in lost])
@@ -91,7 +91,7 @@ def check_network(
 
 
 def _lost_since(launcher: Launcher, nodes: Sequence[str]) -> dict[str, str]:
-    """Nodes on which Slurm starts no program any more, by its own words."""
+    """Nodes on which Slurm no longer starts programs, with its reason."""
 
     def there(messages: Sequence[ProgramMessage]) -> set[str]:
         return {str(message.get("node")) for message in messages}
@@ -99,7 +99,7 @@ def _lost_since(launcher: Launcher, nodes: Sequence[str]) -> dict[str, str]:
     if not nodes:
         return {}
     with launcher.step("shakedown.preflight.probe", ["--present"], [nodes]) as step:
-        # srun takes 12 to 20 s to say that a node does not answer it.
+        # srun takes 12 to 20 s to report that a node does not answer.
         step.wait(there, set(nodes), least=_SRUN_SECONDS, most=_SRUN_SECONDS)
         blamed = blamed_by_srun(step.words())
     said = {node: row.lost for node, row in slurm_nodes(nodes).items() if row.lost}
@@ -109,7 +109,7 @@ def _lost_since(launcher: Launcher, nodes: Sequence[str]) -> dict[str, str]:
 def _attempt(
     launcher: Launcher, settings: PreflightSettings, addresses: Mapping[str, str], token: str
 ) -> tuple[NetworkReport, dict[str, str]]:
-    """(what was found, node -> why Slurm lost it; then all has to be done again)."""
+    """(the report, node -> why Slurm lost it); lost nodes mean that everything must be repeated."""
     nodes = list(addresses)
     tasks = 2 if len(nodes) == 1 else 1
     names = [f"{nodes[0]}#{n}" for n in range(tasks)] if tasks > 1 else nodes
@@ -134,7 +134,7 @@ def _attempt(
 
 @dataclass
 class _Rounds:
-    """One step's rounds. `silent`: members that gave no result, with the reason."""
+    """The rounds of one step. `silent`: members without a result, with the reason."""
 
     step: NodeProgram
     names: Sequence[str]
@@ -150,7 +150,7 @@ class _Rounds:
     number: int = 0
 
     def run(self, settings: PreflightSettings) -> None:
-        """Everything in order: connections, pairs, re-pairings, all-reduce, processors."""
+        """Run everything in order: connections, pairs, re-pairings, all-reduce, processors."""
         self._gather()
         if len(self.members) > 1:
             self._connect()
@@ -159,7 +159,7 @@ class _Rounds:
             self._reduce_all()
         if self.load.work:
             self._compute()
-        # Whoever was lost since its last round gives no answer now.
+        # A member lost since its last round gives no answer now.
         self._release({"present": True}, set(self._alive()), self.limit)
 
     def report(self) -> NetworkReport:
@@ -175,12 +175,12 @@ class _Rounds:
         )
 
     def _backend(self) -> str:
-        """NCCL where every member's torch sees a GPU for it."""
+        """NCCL if every member's torch sees a GPU for it."""
         members = self.members.values()
         return "nccl" if members and all(member.has_gpu for member in members) else "gloo"
 
     def _gather(self) -> None:
-        """Wait until the workers listen, and tell all of them where."""
+        """Wait until the workers listen, and tell all of them the addresses."""
 
         def known(messages: Sequence[ProgramMessage]) -> set[str]:
             return {m["member"] for m in messages if m["kind"] in ("listening", "failed")}
@@ -198,7 +198,7 @@ class _Rounds:
         self.step.tell({"members": ports, "backend": self._backend()})
 
     def _why(self, name: str, otherwise: str) -> str:
-        """How the member's task ended, by srun's words, or the end of its own log."""
+        """How the member's task ended according to srun, or the end of its own log."""
         ended = tasks_that_ended(self.step.words()).get(node_of(name))
         return ended or self.step.tails().get(name) or otherwise
 
@@ -208,7 +208,7 @@ class _Rounds:
     def _release(
         self, order: Mapping[str, Any], who: set[str], seconds: float
     ) -> dict[str, ProgramMessage]:
-        """Member -> its answer to one order. Those that give none are silent from now on."""
+        """Member -> its answer to one order. Members without an answer are silent from now on."""
         self.number += 1
         number = self.number
         if not who:
@@ -221,12 +221,12 @@ class _Rounds:
         limit = seconds + _MARGIN_SECONDS
         there = self.step.wait(answered, who, least=limit, most=limit)
         for name in who - there:
-            otherwise = f"its worker gave no answer within {limit:g} s, and Slurm none for it"
+            otherwise = f"its worker gave no answer within {limit:g} s, and Slurm no reason"
             self.silent[name] = self._why(name, otherwise)
         return {m["member"]: m for m in self.step.messages() if m.get("round") == number}
 
     def _connect(self) -> None:
-        """Connections in both directions; those that fail are tried once more."""
+        """Try connections in both directions, and failed ones once more."""
         again: dict[str, list[str]] = {}
         for targets in ({}, again):
             if targets is again:
@@ -234,7 +234,7 @@ class _Rounds:
                 if not again:
                     return
             who = set(targets or self._alive())
-            # A member's connections go through a pool: at most all of them fail, at once.
+            # A member's connections share a pool, so they can at most all fail at once.
             answers = self._release({"reach": targets}, who, 3 * self.limit)
             for a, message in answers.items():
                 rows = message["to"].items()
@@ -245,7 +245,7 @@ class _Rounds:
         return {a: [r.b for r in failed if r.a == a] for a in {r.a for r in failed}}
 
     def _meet(self, settings: PreflightSettings) -> None:
-        """Pair rounds, then each suspect with a good member of its own."""
+        """Run pair rounds, then pair each suspect with its own good member."""
         names = list(self.members)
         switches = settings.leaves
         if settings.slurm and len(names) > ALL_PAIRS:
@@ -261,7 +261,7 @@ class _Rounds:
             self._exchange(wave)
 
     def _exchange(self, pairs: Sequence[tuple[str, str]], *, alone: bool = False) -> None:
-        """One round of those pairs that nothing is known against yet."""
+        """Run one round with the pairs that have no known fault yet."""
         able = set(self._alive()) - bad_members(self._counted_reach(), self._counted_pairs())
         unreached = failing_pairs(self._counted_reach(), ())
         free = [p for p in pairs if set(p) <= able and frozenset(p) not in unreached]
@@ -280,26 +280,27 @@ class _Rounds:
             self.pairs.append(_pair(self.number, (a, b), halves, alone=alone))
 
     def _counted_reach(self) -> list[Reach]:
-        """Without those that are silent: a worker that is gone explains its failures."""
+        """Exchanges without silent members, as a lost worker explains its failures."""
         return [r for r in self.reach if not {r.a, r.b} & self.silent.keys()]
 
     def _counted_pairs(self) -> list[PairResult]:
         return [p for p in self.pairs if not {p.a, p.b} & self.silent.keys()]
 
     def _repeat_slow(self, settings: PreflightSettings) -> None:
-        """What seems slow, and what it is compared with, again with nobody else on the network."""
+        """Repeat seemingly slow pairs, and pairs to compare with, with nothing else on the
+        network."""
         if settings.want.tier == "quick":
             return
         again = pairs_to_repeat(self._counted_pairs())
         if again:
             settings.say(f"repeating {len(again)} pair(s), one at a time")
         for _ in range(_SWEEPS):
-            # A load that comes and goes must not fall on the pairs of one node.
+            # A passing load must not affect only the pairs of one node.
             for pair in random.sample(again, len(again)):
                 self._exchange([pair], alone=True)
 
     def _reduce_all(self) -> None:
-        """Over all members of which no two failed with each other."""
+        """Run it over members of which no two failed with each other."""
         reach, pairs = self._counted_reach(), self._counted_pairs()
         good = [name for name in self._alive() if name not in bad_members(reach, pairs)]
         names = without_failures(good, failing_pairs(reach, pairs))
@@ -320,7 +321,7 @@ class _Rounds:
 
 
 def next_wave(members: Sequence[str], pairs: Sequence[PairResult]) -> list[tuple[str, str]]:
-    """Pairs of one undecided suspect and one good member each; none when all is decided."""
+    """Pairs of one undecided suspect and one good member each; empty when all are decided."""
     unsure = {end for row in pairs_explained(pairs).unsure for end in row.ends}
     proven = {name for p in pairs if p.ok for name in (p.a, p.b)}
     suspects = [n for n, name in enumerate(members) if name in unsure - proven]
@@ -336,7 +337,7 @@ def next_wave(members: Sequence[str], pairs: Sequence[PairResult]) -> list[tuple
 def _pair(
     number: int, pair: tuple[str, str], halves: Sequence[ProgramMessage | None], *, alone: bool
 ) -> PairResult:
-    """A pair is good when both of its members say so."""
+    """A pair is good if both members say so."""
     errors = [
         half["error"] if half else f"{name} gave no answer"
         for name, half in zip(pair, halves, strict=True)
@@ -349,7 +350,7 @@ def _pair(
         b=pair[1],
         ok=not any(errors),
         seconds=max((half["took"] for half in told), default=0.0),
-        # An exchange is over when both have it: the slower of the two counts.
+        # An exchange is over when both members finish: the slower one counts.
         mb_per_s=[min(turn) for turn in zip(*speeds, strict=False)],
         alone=alone,
         error="; ".join(dict.fromkeys(filter(None, errors))),

@@ -1,6 +1,7 @@
-"""This node alone, in seconds: for Nagios, Slurm's HealthCheckProgram, Prolog, Epilog, TaskProlog.
+"""A quick check of only this node, for Nagios, Slurm's HealthCheckProgram, Prolog, Epilog,
+TaskProlog.
 
-No Slurm command is called, no results folder is needed, nothing is written.
+It calls no Slurm command, needs no results folder and writes nothing.
 """
 
 import re
@@ -15,9 +16,9 @@ from shakedown.slurm.hostlist import node_name
 
 # Mode -> exit code by verdict.
 # nagios: the plugin guidelines' OK, WARNING, CRITICAL, UNKNOWN.
-# health: Slurm reads no exit code of a HealthCheckProgram; ours are those of every command.
-# prolog, epilog: Slurm drains the node at any code but 0; a check that could not run is no reason.
-# task: any code but 0 of a TaskProlog keeps its task from starting, and drains no node.
+# health: Slurm ignores the exit code of a HealthCheckProgram; these are the usual ones. prolog,
+# epilog: Slurm drains the node on any code but 0, which a check that could not run does not
+# justify. task: any code but 0 of a TaskProlog keeps its task from starting, but drains no node.
 MODES: Mapping[str, Mapping[Status, int]] = {
     "nagios": {"PASS": 0, "WARN": 1, "FAIL": 2, "UNKNOWN": 3},
     "health": {"PASS": 0, "WARN": 0, "FAIL": 1, "UNKNOWN": 3},
@@ -37,16 +38,16 @@ _LONGEST = 400  # characters; a node's reason in Slurm's database and Nagios' fi
 def check_this_node(
     want: Expectations, *, limit: float, faults: Sequence[InjectedFault] = ()
 ) -> tuple[str, Status]:
-    """(one line, verdict) of what this node can be blamed for.
+    """(one line, verdict) on the faults that are this node's own.
 
     Args:
-        limit: seconds that a check may take; all run at once.
+        limit: time limit of a check in seconds; all run at once.
     """
     node = node_name()
     request = ProbeRequest({node: "127.0.0.1"}, "", "", want=want, limit=limit, faults=faults)
     report = NodeReport(node, run_checks(measures(want, health=True), request, node))
     findings = judge([node], {node: report}, None, want)
-    # What a user or the environment is to blame for must not drain the node.
+    # Faults of a user or the environment must not drain the node.
     status = status_of(f for f in findings if f.status != "fail" or f.blame == "node")
     if status in ("PASS", "WARN") and any(f.status == "fail" for f in findings):
         status = "WARN"
@@ -60,6 +61,6 @@ def one_line(node: str, status: Status, findings: Sequence[Finding]) -> str:
     told = "; ".join(f"{f.check}: {f.measured}" for f in notable) or counted(findings)
     numbers = [f for f in findings if isinstance(f.measured, int | float)]
     metrics = " ".join(f"'{f.check}'={f.measured}" for f in numbers)
-    # A bar begins the metrics, and a line break other output.
+    # A bar would begin the metrics, and a line break other output.
     text = re.sub(r"[|\s]+", " ", masked(f"{node}: {told}"))[:_LONGEST]
     return f"PREFLIGHT {_WORDS[status]} - {text}{f' | {metrics}' if metrics else ''}"

@@ -1,4 +1,4 @@
-"""What the network workers observed, and which node, direction or link explains it. Pure."""
+"""The network workers' observations, and the node, direction or link that explains them. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from shakedown.preflight.datatypes import NodeFacts
 class Member:
     """A network worker: `name` is its node, on one node `NODE#0` and `NODE#1`.
 
-    `echo` and `store` are the ports where it listens, `gpus` those that its torch sees.
+    `echo` and `store` are the ports where it listens, `gpus` the number that its torch sees.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Member:
 
     @property
     def has_gpu(self) -> bool:
-        """One of its own: NCCL refuses two processes on one GPU."""
+        """Whether it has its own GPU, as NCCL refuses two processes on one."""
         return gpu_of(self.name) < self.gpus
 
 
@@ -36,14 +36,14 @@ def node_of(member: str) -> str:
 
 
 def gpu_of(member: str) -> int:
-    """The number of the GPU that a member takes: the members of one node take different ones."""
+    """The number of the member's GPU; the members of one node use different ones."""
     return int(member.partition("#")[2] or 0)
 
 
 @dataclass(frozen=True)
 class Reach:
-    """One TCP connection from `a` to `b` with data both ways. `ahead`: how many seconds the clock
-    of `b` is ahead of that of `a`, good to half of `seconds`; None where nothing came back."""
+    """One TCP connection from `a` to `b` with data both ways. `ahead`: seconds that the clock of
+    `b` is ahead of that of `a`, accurate to half of `seconds`; None without a reply."""
 
     a: str
     b: str
@@ -71,17 +71,18 @@ class PairResult:
 
     @property
     def speed(self) -> float:
-        """The fastest repeat: what the others lost, something else took."""
+        """The fastest repeat; the others lost time to something else."""
         return max(self.mb_per_s, default=0.0)
 
 
 @dataclass(frozen=True)
 class NetworkReport:
-    """What the network workers found.
+    """The report of the network workers.
 
-    `all_reduce`: member -> error text, empty when it got the right sum. `work`: member -> what
-    its processors did (network.py, `Worker.work`). `absent`: members that gave no result or ended
-    alone, with the reason. `excluded`: nodes that could not be asked, with the reason.
+    `all_reduce`: member -> error text, empty when it got the right sum. `work`: member -> its
+        processors' results (network.py, `NetworkWorker.work`). `absent`: members without a result
+        or that ended alone, with the reason. `excluded`: nodes that could not be asked, with the
+        reason.
     """
 
     members: Sequence[Member] = ()
@@ -97,7 +98,7 @@ class NetworkReport:
 
 @dataclass(frozen=True)
 class Observation:
-    """One exchange. It works when both `ends` and the link between them do."""
+    """One exchange. It works if both `ends` and the link between them do."""
 
     ends: tuple[str, str]
     ok: bool
@@ -106,7 +107,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class ExplainedFailures:
-    """What explains the exchanges that failed.
+    """The explanation of the failed exchanges.
 
     `bad`: end -> its failures. `links`: failures between two ends that work with others.
     `unsure`: failures that more than one end explains.
@@ -121,13 +122,13 @@ _SEVERAL = 3
 
 
 def explain(observations: Iterable[Observation]) -> ExplainedFailures:
-    """Name what every observation agrees on, and nothing else.
+    """Blame only what every observation agrees on.
 
-    An end that took part in one exchange that worked is proven. A failure between two proven ends
-    is the link's. An end that is not proven is bad when it failed with two others that are: one
-    alone leaves the link open. A proven end is bad all the same when it fails with at least three
-    others and half of those it met, and these with nobody else: so many links do not fail together.
-    What remains could be either end's fault.
+    An end that took part in a working exchange is proven. A failure between two proven ends is the
+    link's. An unproven end is bad if it failed with two proven ones; with only one it could be the
+    link. A proven end is still bad if it fails with at least three others and half of those it met,
+    and these with nobody else, as so many links do not fail together. The rest could be either
+    end's fault.
     """
     rows = list(observations)
     proven = {end for row in rows if row.ok for end in row.ends}
@@ -151,7 +152,7 @@ def explain(observations: Iterable[Observation]) -> ExplainedFailures:
 def _common_ends(
     links: Sequence[Observation], rows: Sequence[Observation]
 ) -> dict[str, list[Observation]]:
-    """End -> its failed links, where they are many and have nothing else in common."""
+    """End -> its failed links, if they are many and have nothing else in common."""
     others: dict[str, set[str]] = {}
     for row in links:
         for end, other in (row.ends, row.ends[::-1]):
@@ -166,23 +167,24 @@ def _common_ends(
 
 
 def pairs_explained(pairs: Sequence[PairResult]) -> ExplainedFailures:
-    """Of exchanges in which both members take the same part."""
+    """The explanation of exchanges in which both members have the same role."""
     return explain(Observation((p.a, p.b), p.ok, p.error) for p in pairs)
 
 
 def reach_explained(reach: Sequence[Reach]) -> ExplainedFailures:
-    """Of connections: an end is a member's way out (`NAME>`) or its way in (`>NAME`)."""
+    """The explanation of connections: an end is a member's outgoing (`NAME>`) or incoming (`>NAME`)
+    side."""
     return explain(Observation((f"{r.a}>", f">{r.b}"), r.ok, r.error) for r in reach)
 
 
 def bad_members(reach: Sequence[Reach], pairs: Sequence[PairResult]) -> set[str]:
-    """Members at fault by either kind of exchange."""
+    """Members at fault in either kind of exchange."""
     ends = {*reach_explained(reach).bad, *pairs_explained(pairs).bad}
     return {end.strip(">") for end in ends}
 
 
 def failing_pairs(reach: Sequence[Reach], pairs: Sequence[PairResult]) -> set[frozenset[str]]:
-    """Two members each whose last exchange of a kind failed, in either direction."""
+    """Pairs of members whose last exchange of a kind failed, in either direction."""
     last: dict[tuple[str, str, str], bool] = {}
     for r in reach:
         last["reach", r.a, r.b] = r.ok
@@ -192,9 +194,10 @@ def failing_pairs(reach: Sequence[Reach], pairs: Sequence[PairResult]) -> set[fr
 
 
 def without_failures(members: Sequence[str], failing: Iterable[frozenset[str]]) -> list[str]:
-    """Members of which no two fail with each other: whoever fails most often is left out first.
+    """Members of which no two fail with each other; the one that fails most often is left out
+    first.
 
-    That says nothing about whose fault it is; a run can do without it.
+    This does not say whose fault it is; a run can do without it.
     """
     left = list(members)
     pairs = [pair for pair in failing if pair <= set(left)]
@@ -207,7 +210,7 @@ def without_failures(members: Sequence[str], failing: Iterable[frozenset[str]]) 
 
 
 def clocks(reach: Sequence[Reach]) -> dict[str, float]:
-    """Member -> seconds ahead of the others, as the median of those that asked it.
+    """Member -> seconds ahead of the others, as the median over those that asked it.
 
     Empty with fewer than three members: two clocks that differ do not tell which one is right.
     """

@@ -1,27 +1,27 @@
-"""Which of several equal machines is slow: the rule with the fewest false alarms."""
+"""Slow outliers among equal machines, by the rule with the fewest false alarms."""
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from statistics import median
 
 SHARE, MODIFIED_Z = 0.95, -3.5
-# With fewer than eight others their spread is a guess, and with one or two there is none: then a
-# larger difference has to make up for it.
+# With fewer than eight others their spread is a guess, and with one or two there is none, so a
+# larger difference is required.
 FEW, FEW_MODIFIED_Z = 8, -2.5
 PAIR, PAIR_SHARE = 2, 0.9
 
 
 def slow_ones(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Name -> share of the others' median, for those that are far below it.
+    """Name -> share of the others' median, for those far below it.
 
     Far below is less than 95 % of the others' median (90 % where they are one or two) AND a
     modified z below -3.5 (-2.5 where they are fewer than eight). Modified z = 0.6745 (x - median)
-    / MAD, MAD = median |x - median| of the others (Iglewicz and Hoaglin). How often that is right
-    is simulated in benchmarks/preflight_pairs.py.
+    / MAD, MAD = median |x - median| of the others (Iglewicz and Hoaglin).
+    benchmarks/preflight_pairs.py simulates how often that is right.
 
     Args:
-        values: name -> what was measured at different times; higher is better. One's best is
-            compared with the others' worst, as a load that comes and goes must accuse nobody.
+        values: name -> measurements at different times; higher is better. One's best is compared
+            with the others' worst, so that a passing load accuses nobody.
     """
     worst = sorted(min(times) for times in values.values() if times)
     shares = {}
@@ -40,7 +40,7 @@ def _share(others: int) -> float:
 
 
 def _median_without(ordered: Sequence[float], left_out: int) -> float:
-    """The median of all but one, without making the list: there may be ten thousand of them."""
+    """The median of all but one, without making ten thousand lists."""
     count = len(ordered) - 1
 
     def nth(place: int) -> float:
@@ -53,5 +53,5 @@ def _far(value: float, middle: float, worst: Sequence[float], own: int) -> bool:
     others = [*worst[:own], *worst[own + 1 :]]
     spread = median(abs(each - middle) for each in others)
     limit = FEW_MODIFIED_Z if len(others) < FEW else MODIFIED_Z
-    # With all others alike any difference is an outlier.
+    # If all others are equal, any difference is an outlier.
     return spread == 0 or 0.6745 * (value - middle) / spread < limit

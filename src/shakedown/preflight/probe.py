@@ -1,8 +1,8 @@
-"""Runs on a node: every check in a process of its own, under a time limit kept from outside.
+"""The probe on a node: every check in a separate process, with a time limit enforced from outside.
 
     python -m shakedown.preflight.probe --request JSON [--out 'nodes/{node}.json']
 
-The report goes to standard output (wire.py) and, where that works, to the file.
+The report goes to standard output (wire_format.py) and, if possible, to the file.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from shakedown.preflight.faults import with_faults
 from shakedown.processes.guard import living, look, send
 from shakedown.slurm.hostlist import node_name
 
-# Light processes: fork shares what is imported. This program has one thread.
+# Forking shares imported modules, so processes are light. This program has one thread.
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -42,7 +42,7 @@ def run_checks(
 ) -> dict[str, CheckReport]:
     """Run all measurements at once; one that fails or takes longer than the limit is an error.
 
-    A check stuck in the kernel (a dead NFS server) cannot be killed: it is left behind.
+    A check stuck in the kernel (a dead NFS server) cannot be killed and is left behind.
     """
     begin = time.monotonic()
     waiting: dict[Connection, str] = {}
@@ -51,7 +51,7 @@ def run_checks(
         receiver, sender = _FORK.Pipe(duplex=False)
         process = _FORK.Process(target=_run_one, args=(measure, request, node, sender), daemon=True)
         process.start()
-        # The child has the only open end now: when it dies, `recv` meets the end of the pipe.
+        # The child now has the only open end: when it dies, `recv` finds the end of the pipe.
         sender.close()
         waiting[receiver] = name
         leader = look(process.pid or 0)
@@ -78,7 +78,7 @@ def _receive(connection: Connection) -> CheckReport:
 
 
 def _run_one(measure: Measure, request: ProbeRequest, node: str, sender: Connection) -> None:
-    os.setsid()  # so that the limit also ends what the check started (nvidia-smi)
+    os.setsid()  # so that the limit also ends the check's children (nvidia-smi)
     begin = time.monotonic()
     try:
         report = CheckReport(measure(request, node))
@@ -89,10 +89,10 @@ def _run_one(measure: Measure, request: ProbeRequest, node: str, sender: Connect
 
 
 def measures(want: Expectations, *, health: bool = False) -> dict[str, Measure]:
-    """What this run measures on a node, with the faults that it injects.
+    """The measurements of this run on a node, with injected faults.
 
     Args:
-        health: only what `--once` asks.
+        health: only the checks of `--once`.
     """
     return {
         name: with_faults(name, check.measure)
@@ -104,9 +104,11 @@ def measures(want: Expectations, *, health: bool = False) -> dict[str, Measure]:
 def main() -> None:
     """Report on this node."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--present", action="store_true", help="say that this node is there")
+    parser.add_argument("--present", action="store_true", help="report that this node is present")
     parser.add_argument("--request", default="", help="a ProbeRequest as text")
-    parser.add_argument("--out", default="", help="file; {node} stands for the node's name")
+    parser.add_argument(
+        "--out", default="", help="output file; {node} is replaced by the node's name"
+    )
     args = parser.parse_args()
     node = node_name()
     if args.present:
@@ -118,11 +120,11 @@ def main() -> None:
     report = NodeReport(node, run_checks(measures(request.want), request, node))
     wire_format.emit({"node": node, "checks": {n: asdict(r) for n, r in report.checks.items()}})
     if args.out:
-        # the report is on its way already, and the `files` check says what is wrong
+        # the report is already printed, and the `files` check reports the fault
         with contextlib.suppress(StorageError):
             write_json(Path(args.out.replace("{node}", node)), report.to_json())
     sys.stdout.flush()
-    os._exit(0)  # without waiting for a check that cannot be killed
+    os._exit(0)  # do not wait for a check that cannot be killed
 
 
 if __name__ == "__main__":

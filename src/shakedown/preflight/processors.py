@@ -1,6 +1,7 @@
-"""What a node's processors do under load: matrix products whose bits must be equal each time.
+"""A load test of a node's processors: matrix products whose bits must be equal each time.
 
-On every GPU that torch sees, or on the CPU where it sees none; the judge knows which was expected.
+It runs on every GPU that torch sees, or on the CPU if it sees none; the judge knows which was
+expected.
 """
 
 import time
@@ -9,11 +10,11 @@ from typing import Any
 import torch
 
 _CPU_SIZE, _GPU_SIZE = 1024, 8192
-_TIMES = 3  # at which the speed is taken: a load that comes and goes is not the processor's
+_TIMES = 3  # times at which the speed is measured, as a passing load is not the processor's fault
 
 
 def devices() -> list[str]:
-    """`cuda:0`, `cuda:1`, ...; `cpu` where torch sees no GPU."""
+    """`cuda:0`, `cuda:1`, ...; `cpu` if torch sees no GPU."""
     return [f"cuda:{number}" for number in range(torch.cuda.device_count())] or ["cpu"]
 
 
@@ -22,7 +23,7 @@ def measure_device(name: str, seconds: float) -> dict[str, Any]:
 
     Returns:
         `kind`: the processor's name. `gflops`: the median GFLOP/s of each third of the time.
-        `stable`: whether every product had the bits of the first.
+        `stable`: whether every product had the same bits as the first.
     """
     device = torch.device(name)
     gpu = device.type == "cuda"
@@ -38,7 +39,7 @@ def _products(device: torch.device, seconds: float) -> tuple[float, bool]:
     """(median GFLOP/s, whether every product had the first one's bits)."""
     gpu = device.type == "cuda"
     size, dtype = (_GPU_SIZE, torch.bfloat16) if gpu else (_CPU_SIZE, torch.float32)
-    # Made on the CPU, so that every device of every node has the same input.
+    # Made on the CPU, so that all devices of all nodes have the same input.
     left = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
     left = left.to(device=device, dtype=dtype)
     first = left @ left

@@ -1,22 +1,22 @@
-"""Which members exchange data with which: pure scheduling of connections and pair rounds."""
+"""The schedule of connections and pair rounds between members. Pure."""
 
 from collections.abc import Collection, Mapping, Sequence
 
 NodePair = tuple[int, int]
 
-_SHIFTS = 8  # of which one hardly meets a pair of the rounds before
-ALL_PAIRS = 16  # up to so many members everyone meets everyone: 15 rounds of a second or less
+_SHIFTS = 8  # random rounds, which hardly repeat a pair
+ALL_PAIRS = 16  # up to this many members everyone meets everyone: 15 rounds of at most a second
 
 
 def pair_rounds(count: int, leaves: Sequence[str] = ()) -> list[list[NodePair]]:
     """Rounds of disjoint pairs over members 0..count-1, no pair twice.
 
-    The circle method: with an odd count one member rests in each round, never the same. All pairs
-    up to `ALL_PAIRS` members, beyond that two rounds and, where the members are on several leaf
-    switches, one between leaves.
+    The circle method: with an odd count a different member rests in each round. All pairs up to
+        `ALL_PAIRS` members; beyond that two rounds and, with several leaf switches, one round
+        between leaves.
 
     Args:
-        leaves: each member's leaf switch; empty where that is not known.
+        leaves: each member's leaf switch; empty if unknown.
     """
     even = count + count % 2
     turns = even - 1 if count <= ALL_PAIRS else 2
@@ -28,17 +28,18 @@ def pair_rounds(count: int, leaves: Sequence[str] = ()) -> list[list[NodePair]]:
 
 def _circle(even: int, turn: int, count: int) -> list[NodePair]:
     ring = [(turn + k) % (even - 1) for k in range(even - 1)]
-    # The last member keeps its seat and the others move on each turn, so that no pair meets twice.
+    # The last member keeps its place and the others rotate, so that no pair meets twice.
     seats = [even - 1, *ring]
     pairs = [(seats[k], seats[-k]) if k else (seats[0], seats[even // 2]) for k in range(even // 2)]
     return sorted((min(p), max(p)) for p in pairs if max(p) < count)
 
 
 def _between_leaves(leaves: Sequence[str], met: Collection[NodePair]) -> list[NodePair]:
-    """Each member with one of another leaf, as far as they go."""
+    """Pair members of different leaves, as far as possible."""
     order = sorted(range(len(leaves)), key=lambda number: (leaves[number], number))
     half = len(order) // 2
-    # Half way on in the order of leaves lies another leaf, unless one holds more than half of all.
+    # Half the list further on there is another leaf, unless one leaf has more than half of all
+    # members.
     tries = []
     for shift in range(min(half, _SHIFTS)):
         seats = [(order[n], order[half + (n + shift) % half]) for n in range(half)]
@@ -48,10 +49,10 @@ def _between_leaves(leaves: Sequence[str], met: Collection[NodePair]) -> list[No
 
 
 def reach_targets(count: int) -> list[list[int]]:
-    """Whom each member connects to: everyone, beyond `ALL_PAIRS` members eight others.
+    """Each member's connections: to everyone or, beyond `ALL_PAIRS` members, to eight others.
 
-    The eight lie at distances of both signs, so that every member is also reached by eight, and
-    each of these links is tried in both directions.
+    The eight have positive and negative distances, so that every member is also reached by eight,
+    and each link is tried in both directions.
     """
     if count <= ALL_PAIRS:
         return [[other for other in range(count) if other != me] for me in range(count)]
@@ -63,11 +64,11 @@ def reach_targets(count: int) -> list[list[int]]:
 def repair_pairs(
     suspects: Sequence[int], good: Sequence[int], tried: Collection[NodePair]
 ) -> list[NodePair]:
-    """Pair each suspect with a good member of its own that it has not met yet, as far as they go.
+    """Pair each suspect with its own good member that it has not met yet, as far as possible.
 
     Args:
-        suspects: members of failed pairs, the likeliest innocent first.
-        good: members that no failed pair holds.
+        suspects: members of failed pairs, those most likely innocent first.
+        good: members in no failed pair.
         tried: pairs that have been run, (smaller, larger).
     """
     free = list(good)
@@ -83,6 +84,6 @@ def repair_pairs(
 
 
 def leaf_of(switches: Mapping[str, Sequence[str]], nodes: Sequence[str]) -> list[str]:
-    """Each node's leaf switch of `switches` (leaf -> nodes); empty unless every node has one."""
+    """Each node's leaf switch from `switches` (leaf -> nodes); empty unless every node has one."""
     found = {node: leaf for leaf, members in switches.items() for node in members}
     return [found[node] for node in nodes] if all(node in found for node in nodes) else []

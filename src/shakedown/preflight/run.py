@@ -34,14 +34,14 @@ from shakedown.preflight.observed import NetworkReport
 from shakedown.preflight.slurm_messages import blamed_by_srun
 from shakedown.slurm.nodes import node_addresses, slurm_nodes
 
-_START_SECONDS = 30.0  # python's start on a cold shared file system, srun's own delay
+_START_SECONDS = 30.0  # for python's start on a cold shared file system and srun's own delay
 _LAGGARD_SECONDS = 5.0
-_SINGLE_STEPS = 16  # srun commands at once when nodes are asked one by one
+_SINGLE_STEPS = 16  # parallel srun commands when nodes are asked one by one
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What a run found. The verdict is known also where it cannot be written."""
+    """The result of a run. The verdict is known even if it cannot be written."""
 
     reports: Mapping[str, NodeReport]
     network: NetworkReport
@@ -64,7 +64,7 @@ class Checked:
         write_bad_nodes(paths.good_nodes, self.verdict.extra["good_nodes"])
 
     def looks(self, run: str) -> list[NodeLook]:
-        """What the nodes' history is told: every node that is good, and what failed on the bad."""
+        """The judgements for the nodes' history: every good node, and the failures of bad ones."""
         now = time.time()
         good = [NodeLook(now, run, node, ok=True) for node in self.verdict.extra["good_nodes"]]
         failed: dict[str, list[str]] = {node: [] for node in self.verdict.extra["bad_nodes"]}
@@ -110,7 +110,7 @@ def run_preflight(settings: PreflightSettings) -> Checked:
 
 
 def _prepare(settings: PreflightSettings) -> None:
-    """Results of an earlier run must not be taken for this one's."""
+    """Remove an earlier run's results, so that they are not taken for this one's."""
     paths = PreflightPaths(settings.out)
     try:
         results = (paths.verdict, paths.pairs, paths.bad_nodes, paths.good_nodes)
@@ -141,11 +141,11 @@ def _request(settings: PreflightSettings) -> ProbeRequest:
 def probe_nodes(
     launcher: Launcher, settings: PreflightSettings, request: ProbeRequest
 ) -> tuple[dict[str, NodeReport], dict[str, str]]:
-    """(node -> report, node -> why there is none).
+    """(node -> report, node -> why there is no report).
 
     One srun asks all nodes that the controller has not lost. One dead node can end that srun for
-    all: nodes without an answer are asked again, together where nobody blames them, each alone
-    where srun does, and at last each alone.
+    all, so nodes without an answer are asked again: together if nobody blames them, each alone if
+    srun does, and finally each alone.
     """
     said = slurm_nodes(settings.nodes) if settings.slurm else {}
     lost = {node: row.lost for node, row in said.items() if row.lost}
@@ -156,11 +156,11 @@ def probe_nodes(
         missing = [n for n in settings.nodes if n not in reports.keys() | lost.keys()]
         groups = _groups(missing, blamed, turn)
         if turn and groups:
-            settings.say(f"no answer from {', '.join(missing)}: asking again")
+            settings.say(f"no answer from {', '.join(missing)}: retrying")
         for begin in range(0, len(groups), _SINGLE_STEPS):
             some = groups[begin : begin + _SINGLE_STEPS]
             more, why, words = _ask_nodes(launcher, settings, request, some)
-            # Where srun ended a step because of one node, it may have ended a check of another.
+            # If srun ended a step because of one node, it may have ended a check of another.
             reports |= {n: r for n, r in more.items() if turn > 1 or not words or _complete(r)}
             silent |= why
             blamed |= words
@@ -174,9 +174,9 @@ def _complete(report: NodeReport) -> bool:
 
 
 def _groups(missing: Sequence[str], blamed: Mapping[str, str], turn: int) -> list[list[str]]:
-    """Who is asked together in the first, second and third turn; one srun a group."""
+    """The groups of nodes asked in the first, second and third turn, one srun per group."""
     together = [node for node in missing if node not in blamed]
-    if turn > 1:  # who has been blamed twice is not asked a third time
+    if turn > 1:  # a node blamed twice is not asked a third time
         return [[node] for node in together]
     return [group for group in [together, *([n] for n in missing if n in blamed)] if group]
 
@@ -189,7 +189,7 @@ def _ask_nodes(
 ) -> tuple[dict[str, NodeReport], dict[str, str], dict[str, str]]:
     """(node -> report, node -> the end of its srun's log, node -> why srun blames it)."""
     asked = {node for nodes in groups for node in nodes}
-    # Whoever waits for another node's file must not wait for one that is not asked.
+    # A node that waits for others' files must not wait for one that is not asked.
     addresses = {node: request.addresses[node] for node in settings.nodes if node in asked}
     only = replace(request, addresses=addresses)
     file = PreflightPaths(settings.out.resolve()).node("{node}")
@@ -217,13 +217,13 @@ def _reporting(messages: Sequence[ProgramMessage]) -> set[str]:
 def _report(message: ProgramMessage, window: tuple[float, float]) -> NodeReport | None:
     try:
         report = json_as(NodeReport, message, unknown="ignore")
-    except ValueError:  # another program's or version's message
+    except ValueError:  # a message of another program or version
         return None
     return replace(report, reply=window)
 
 
 def _keep_logs(launcher: Launcher, out: Path, *, needed: bool) -> None:
-    """What the probes printed, where something is wrong; a full disk keeps no logs."""
+    """Save the probes' output if something is wrong; a full disk keeps no logs."""
     if not needed:
         return
     with contextlib.suppress(OSError):
@@ -259,7 +259,7 @@ def _verdict(
         stage="preflight",
         status=status,
         summary=summarize(counting, settings.nodes, settings.want.tier)
-        + (f"; goes on without {', '.join(left_out)}" if enough else ""),
+        + (f"; continuing without {', '.join(left_out)}" if enough else ""),
         findings=findings,
         metrics=metrics,
         started=watch.started,
@@ -271,7 +271,8 @@ def _verdict(
 
 
 def summarize(findings: Sequence[Finding], nodes: Sequence[str], tier: str) -> str:
-    """One sentence: what is wrong where, else how many nodes were checked; and how many checks."""
+    """One sentence: the faults by node, or the number of nodes checked; and the number of
+    checks."""
     worst = [f for f in findings if f.status in ("fail", "error")]
     if not worst:
         warned = sorted({f.check for f in findings if f.status == "warn"})

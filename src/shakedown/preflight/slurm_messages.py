@@ -1,7 +1,7 @@
-"""Which nodes srun and Slurm's controller themselves blame. Pure.
+"""The nodes that srun and Slurm's controller themselves blame. Pure.
 
-Their words come before every inference of ours: a node that is gone explains what fails beside it,
-and what srun ends because of it is nobody's fault.
+Their messages come before our own inferences: a lost node explains the failures beside it, and
+    tasks that srun ends because of it are nobody's fault.
 """
 
 import re
@@ -27,7 +27,7 @@ _TASK_END = re.compile(
 
 
 def blamed_by_srun(text: str) -> dict[str, str]:
-    """Node -> srun's own words about its failure."""
+    """Node -> srun's own message about its failure."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         for pattern in _BLAME:
@@ -38,12 +38,12 @@ def blamed_by_srun(text: str) -> dict[str, str]:
 
 
 def was_aborted(text: str) -> bool:
-    """Whether srun ended the whole step or never began it."""
+    """Whether srun ended the whole step or never started it."""
     return _ABORT.search(text) is not None
 
 
 def tasks_that_ended(text: str) -> dict[str, str]:
-    """Node -> how its task ended by itself; empty where srun ended all of them."""
+    """Node -> how its task ended by itself; empty if srun ended all of them."""
     if was_aborted(text):
         return {}
     return {
@@ -54,7 +54,7 @@ def tasks_that_ended(text: str) -> dict[str, str]:
 
 
 def _nodes(text: str) -> list[str]:
-    """srun names the nodes of alike tasks together: `n[1-2]`."""
+    """The nodes named; srun groups nodes of similar tasks: `n[1-2]`."""
     try:
         return expand_nodelist(text)
     except UsageError:

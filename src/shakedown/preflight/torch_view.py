@@ -1,9 +1,9 @@
-"""What torch sees and how fast it is.
+"""The GPUs that torch sees, and their speed.
 
     python -m shakedown.preflight.torch_view [--speed [FOLDER]]
 
-Prints one line of JSON. A process of its own, as torch takes seconds to import and keeps the GPUs.
-`--speed` measures each GPU: transfers of pinned memory, a copy inside the GPU, and the matrix
+Prints one line of JSON. It is a separate process, as torch takes seconds to import and holds the
+GPUs. `--speed` measures each GPU: transfers of pinned memory, a copy inside the GPU, and the matrix
 products of the model in FOLDER (its config.json) or of a square of 8192.
 """
 
@@ -19,7 +19,7 @@ from shakedown.core.files import read_object
 
 _TOKENS = 4096  # rows of a micro-batch of one sequence
 _BYTES = 2**28
-_SECONDS = 0.1  # each rate is the fastest of what fits into it
+_SECONDS = 0.1  # each rate is the fastest run within this time
 
 
 def view() -> dict[str, Any]:
@@ -38,14 +38,14 @@ def view() -> dict[str, Any]:
             ones = torch.ones(64, 64, device=f"cuda:{number}")
             if (ones @ ones).sum().item() != 64.0**3:
                 facts["failed"] = f"GPU {number} computes wrong results"
-    # torch raises RuntimeError, and AssertionError without a driver; its first line says it all.
+    # torch raises RuntimeError, or AssertionError without a driver; the first line is enough.
     except (RuntimeError, AssertionError) as error:
         facts["failed"] = str(error).splitlines()[0][:300]
     return facts
 
 
 def speeds(folder: str) -> list[dict[str, Any]]:
-    """A row a GPU: `name`, GB/s of transfers and memory, TFLOP/s of each matrix product."""
+    """One row per GPU: `name`, GB/s of transfers and memory, TFLOP/s of each matrix product."""
     import torch
 
     shapes = gemm_shapes(Path(folder) / "config.json") if folder else [(8192, 8192, 8192)]
@@ -53,10 +53,10 @@ def speeds(folder: str) -> list[dict[str, Any]]:
 
 
 def gemm_shapes(config: Path) -> list[tuple[int, int, int]]:
-    """(rows, inner, columns) of a layer's products: attention's output, MLP up and down.
+    """(rows, inner, columns) of a layer's matrix products: attention output, MLP up and down.
 
     Raises:
-        UsageError: no such file, or it is no JSON object.
+        UsageError: no such file, or it is not a JSON object.
     """
     body = read_object(config, "model config")
     hidden = int(body.get("hidden_size") or 8192)
@@ -70,8 +70,8 @@ def _speed(torch: Any, number: int, shapes: list[tuple[int, int, int]]) -> dict[
     here, there = (torch.empty(_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
 
     def rate(work: Callable[[], Any], size: float) -> float:
-        """`size` units a second of the fastest run."""
-        work()  # the first one loads kernels: 0.1 s of a matrix product on an H200
+        """The rate of the fastest run, in `size` units per second."""
+        work()  # the first run loads kernels: 0.1 s for a matrix product on an H200
         best, end = float("inf"), time.monotonic() + _SECONDS
         while time.monotonic() < end or best == float("inf"):
             torch.cuda.synchronize(device)
@@ -97,7 +97,7 @@ def _speed(torch: Any, number: int, shapes: list[tuple[int, int, int]]) -> dict[
 
 
 def main() -> None:
-    """Print what was seen."""
+    """Print the facts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--speed", nargs="?", const="", metavar="FOLDER")
     args = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Results travel as marked lines on standard output.
+"""The wire format of results: marked lines on standard output.
 
-A results folder may be full or invisible from one node, which is among the things to find out:
-output comes back through srun whatever the file systems do. Slurm cuts long lines and mixes the
-pieces of different tasks, so a message is cut here into short numbered ones.
+A results folder may be full or invisible on one node, which preflight must find out, but output
+comes back through srun in any case. Slurm cuts long lines and mixes the pieces of different tasks,
+so messages are split into short numbered lines.
 """
 
 import base64
@@ -16,13 +16,13 @@ from uuid import uuid4
 
 _MARK = "@shakedown"
 _CHUNK = 600  # characters; Slurm cuts at 1024
-# A damaged line may claim any number.
+# A damaged line may contain any number.
 _MAX_CHUNKS = 10_000
 
 
 def encode(body: Mapping[str, Any]) -> list[str]:
     """The lines of one message."""
-    # Base 85 is denser than base 64, and has no blanks, which separate the fields of a line.
+    # Base 85 is denser than base 64, and has no blanks, which separate a line's fields.
     packed = base64.b85encode(zlib.compress(json.dumps(body).encode())).decode()
     chunks = [packed[i : i + _CHUNK] for i in range(0, len(packed), _CHUNK)]
     label = uuid4().hex[:12]
@@ -31,20 +31,21 @@ def encode(body: Mapping[str, Any]) -> list[str]:
 
 def emit(body: Mapping[str, Any]) -> None:
     """Print one message."""
-    # A line break in front: another program may have left its line unfinished.
+    # Begins with a line break, as another program may have left its line unfinished.
     sys.stdout.write("".join(f"\n{line}\n" for line in encode(body)))
     sys.stdout.flush()
 
 
 class WireDecoder:
-    """Finds the messages in a log that comes in pieces."""
+    """A decoder that finds the messages in a log that arrives in pieces."""
 
     def __init__(self) -> None:
         self._parts: dict[str, dict[int, str]] = {}
         self._rest = b""
 
     def feed(self, body: bytes) -> list[dict[str, Any]]:
-        """The messages that these bytes complete, in order; a line may go on in the next piece."""
+        """The messages that these bytes complete, in order; a line may continue in the next
+        piece."""
         *lines, self._rest = (self._rest + body).split(b"\n")
         found = (self._take(line.decode(errors="replace").rstrip("\r")) for line in lines)
         return [message for message in found if message is not None]
@@ -63,7 +64,7 @@ class WireDecoder:
 
 
 def plain_lines(text: str) -> list[str]:
-    """The lines that are no messages: warnings, tracebacks."""
+    """The lines that are not messages: warnings, tracebacks."""
     return [line for line in text.splitlines() if line and not line.startswith(_MARK)]
 
 

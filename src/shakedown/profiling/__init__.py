@@ -1,1 +1,1 @@
-"""Profiles of a run's workers: asked for, launched on the node, captured and brought back."""
+"""Profiles of a run's workers: requested, launched on the node, captured and brought back."""

@@ -1,8 +1,8 @@
-"""Profiles this process over a range of steps.
+"""Profile this process over a range of steps.
 
-Under nsys, CUDA's profiler calls tell it when to record; without it torch's own profiler writes a
-Chrome trace. The standard library and torch alone, and nothing of shakedown: users' interpreters
-load this file by its path (step_counter.py), also where shakedown is not installed.
+Under nsys, CUDA's profiler calls tell it when to record; without nsys torch's own profiler writes a
+Chrome trace. It uses only the standard library and torch, nothing of shakedown: users' interpreters
+load this file by its path (step_counter.py), even if shakedown is not installed.
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 VARIABLE = "SHAKEDOWN_PROFILE"
-TRACE, STEPS = ".json.gz", ".steps.json"  # suffixes of what a process leaves in its scratch folder
-OPTIMIZER = "optimizer"  # steps are calls of the first optimizer that steps in a process
+TRACE, STEPS = (
+    ".json.gz",
+    ".steps.json",
+)  # suffixes of files that a process leaves in its scratch folder
+OPTIMIZER = "optimizer"  # steps are the calls of the first optimizer that steps in a process
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a process that may be profiled is told, as JSON in VARIABLE.
+    """The order for a process that may be profiled, as JSON in VARIABLE.
 
-    `worker` names its files; `worker`, `component` and `{component}-rank{RANK}` are what `patterns`
-    are matched with. `start` and `stop` count steps from 1, `stop` is the first that is not
-    profiled, None: to the end. `label` is the range as it stands in file names.
+    `worker` names its files; `patterns` are matched against `worker`, `component` and
+    `{component}-rank{RANK}`. `start` and `stop` count steps from 1, `stop` is the first one that is
+    not profiled (None: to the end). `label` is the range as in file names.
 
     `steps_by`: who counts the steps: OPTIMIZER, the path of a heartbeat to follow, or empty for a
-    process that calls `Capture.step` itself. `nsys`: whether it runs under nsys. `scratch`: where
-    files go; `target`: the folder that they are brought to.
+    process that calls `Capture.step` itself. `nsys`: whether it runs under nsys. `scratch`: the
+    folder for files; `target`: the folder that they are moved to.
     """
 
     worker: str
@@ -54,14 +57,14 @@ class Order:
         return json.dumps(asdict(self))
 
     def names(self, environ: Mapping[str, str]) -> list[str]:
-        """The names of the process with these variables, the most precise last."""
+        """The names of the process with these variables, the most specific last."""
         rank = environ.get("RANK", "")
         ranked = [f"{self.component}-rank{rank}"] if rank.isdecimal() else []
         return [self.worker, self.component, *ranked]
 
 
 def read_order(environ: Mapping[str, str]) -> Order | None:
-    """The order in VARIABLE; None where there is none."""
+    """The order in VARIABLE, or None."""
     text = environ.get(VARIABLE, "")
     if not text:
         return None
@@ -70,21 +73,21 @@ def read_order(environ: Mapping[str, str]) -> Order | None:
 
 
 def matching(patterns: Sequence[str], names: Sequence[str]) -> str:
-    """The first pattern that one of the names matches, as `fnmatch` does; empty: none."""
+    """The first pattern that matches one of the names, as in `fnmatch`; empty if none does."""
     return next((p for p in patterns if any(fnmatch.fnmatch(n, p) for n in names)), "")
 
 
 def tell(what: str) -> None:
-    """Print it; the log may lie on the full disk that it tells of."""
+    """Print a remark; the log may be on the very disk that is full."""
     with contextlib.suppress(OSError):
         print(what, file=sys.stderr, flush=True)
 
 
 class Capture:
-    """Records from the begin of step `start` to the begin of step `stop`, once a process.
+    """Record from the start of step `start` to the start of step `stop`, once per process.
 
-    Nothing that goes wrong in a profiler is raised: it is printed, and left in the scratch folder
-    for whoever brings the files.
+    Errors in a profiler are not raised but printed, and noted in the scratch folder for the
+    launcher.
     """
 
     def __init__(self, order: Order | None) -> None:
@@ -97,7 +100,7 @@ class Capture:
 
     @classmethod
     def of_this_process(cls) -> Capture:
-        """By the environment; one that does nothing where no profile of this process is asked."""
+        """The capture that the environment requests; it does nothing if none is requested."""
         order = read_order(os.environ)
         wanted = order is not None and order.scratch
         wanted = wanted and matching(order.patterns, order.names(os.environ))  # type: ignore[union-attr]
@@ -108,7 +111,7 @@ class Capture:
         return self._tool is not None
 
     def step(self, number: int) -> None:
-        """Step `number` begins; the step before it is over."""
+        """Note that step `number` begins and the one before has ended."""
         order = self._order
         if self.done or order is None or number < order.start:
             return
@@ -124,7 +127,8 @@ class Capture:
             self._note()
 
     def close(self) -> None:
-        """The last step is over; nothing where none was recorded, or in a forked child."""
+        """Note that the last step has ended; does nothing if none was recorded, or in a forked
+        child."""
         tool, self._tool = self._tool, None
         if tool is None or self._owner != os.getpid():
             return
@@ -151,7 +155,7 @@ class Capture:
 
     @contextlib.contextmanager
     def _faults(self) -> Iterator[None]:
-        """A profiler must not end what it looks at."""
+        """Run `act`; a profiler must not end the program."""
         try:
             yield
         except Exception as error:  # noqa: BLE001
@@ -163,7 +167,7 @@ class Capture:
         self._note()
 
     def _note(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk: the trace will say so
+        with contextlib.suppress(OSError):  # a full disk: the trace will report it
             partial = self._file(".part")
             partial.write_text(json.dumps(self._steps), encoding="utf-8")
             partial.replace(self._file(STEPS))
@@ -173,7 +177,8 @@ class Capture:
 
 
 class _Nsys:
-    """nsys runs around this process and waits for these calls (--capture-range=cudaProfilerApi)."""
+    """A tool for a process under nsys, which waits for these calls
+    (--capture-range=cudaProfilerApi)."""
 
     def __init__(self) -> None:
         self._marked = False
@@ -206,7 +211,8 @@ class _Nsys:
 
 
 class _TorchTrace:
-    """A Chrome trace of CPU and GPU activity; each step is an event of its name."""
+    """A tool that writes a Chrome trace of CPU and GPU activity, with each step as a named
+    event."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -247,7 +253,7 @@ class _TorchTrace:
 def new_torch_profile() -> Any:
     """torch's profiler over all threads of this process, as its steps may be counted by one.
 
-    An older torch records the thread that starts it alone.
+    An older torch records only the thread that starts it.
     """
     import torch
     from torch._C._profiler import _ExperimentalConfig
@@ -263,7 +269,8 @@ def new_torch_profile() -> Any:
 
 
 def _check_whole(trace: Path) -> None:
-    """torch's writer says nothing of a full disk: a whole trace ends with a brace.
+    """Check that a trace is complete: it must end with a brace, as torch's writer ignores a full
+    disk.
 
     Raises:
         OSError: it was cut off.

@@ -1,9 +1,9 @@
-"""Runs a worker under a profiler: `python -m shakedown.profiling.launch -- COMMAND ARG...`.
+"""Run a worker under a profiler: `python -m shakedown.profiling.launch -- COMMAND ARG...`.
 
-What is to be profiled stands in SHAKEDOWN_PROFILE. A worker that no pattern matches takes this
-process's place. One that does becomes its child, under `nsys profile` where the node has nsys; its
-files are written to a folder on the node and brought to the run's folder from here, in the same
-container. Signals are for the worker: this process ends after it, as it did.
+SHAKEDOWN_PROFILE says what to profile. A worker that no pattern matches replaces this process. One
+that matches becomes its child, under `nsys profile` if the node has nsys; its files are written to
+a folder on the node and moved to the run's folder from here, in the same container. Signals are for
+the worker: this process ends after it, in the same way.
 """
 
 import json
@@ -44,13 +44,13 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Run the command after `--` and end as it did."""
+    """Run the command after `--` and end as it does."""
     command = list(argv[1:] if argv[:1] == ["--"] else argv)
     order = read_order(os.environ)
     try:
         if order is None or not command:
             raise UsageError(f"expected {VARIABLE} in the environment and a command after `--`")
-        close_to_others()  # Slurm gives a step the umask of whoever submitted the job
+        close_to_others()  # Slurm gives a step the submitter's umask
         _end_as(launch(order, command))
     except ShakedownError as error:
         print(f"shakedown: {error}", file=sys.stderr, flush=True)
@@ -61,21 +61,21 @@ def launch(order: Order, command: Sequence[str], *, forward: bool = False) -> in
     """Run a worker, profiled if a pattern matches it; returns its exit code, -N after signal N.
 
     Args:
-        forward: hand signals on to it. Not where a supervisor signals its whole session.
+        forward: pass signals on to it; not if a supervisor signals its whole session.
 
     Raises:
         LaunchError: the command cannot be started.
     """
     names = order.names(os.environ)
     pattern = matching(order.patterns, names)
-    # A launcher such as torchrun gives its processes their ranks: they look for themselves.
+    # A launcher such as torchrun gives its processes their ranks, so they check for themselves.
     if not pattern and (order.steps_by != OPTIMIZER or "RANK" in os.environ):
         _become(command)
     nsys = shutil.which("nsys") if pattern else None
     try:
         scratch = tempfile.mkdtemp(prefix=SCRATCH)
-    except OSError as error:  # a run goes on without its profile
-        tell(f"{names[-1]} is not profiled, no temporary folder can be made: {error}")
+    except OSError as error:  # the run continues without its profile
+        tell(f"{names[-1]} is not profiled, because no temporary folder can be made: {error}")
         _become(command)
     order = replace(order, scratch=scratch, nsys=nsys is not None)
     record = ProfileRecord(
@@ -90,7 +90,7 @@ def launch(order: Order, command: Sequence[str], *, forward: bool = False) -> in
     write_record(record, Path(order.target))
     matched = f"worker {order.worker!r} (matched pattern {pattern!r})"
     if not pattern:
-        tell(f"no pattern matches {', '.join(names)}: processes with a RANK look for themselves")
+        tell(f"no pattern matches {', '.join(names)}: processes with a RANK check for themselves")
     elif nsys is None:
         tell(
             f"nsys is not on PATH of {record.host}: torch's profiler writes a Chrome trace of "
@@ -105,15 +105,15 @@ def launch(order: Order, command: Sequence[str], *, forward: bool = False) -> in
 def _under_nsys(nsys: str, order: Order, record: ProfileRecord) -> list[str]:
     extra = nsys_options(os.environ)
     for name in {"o", "output"} & set(extra):
-        record.say(f"{EXTRA_OPTIONS} has its report written to {extra[name]}: it stays there")
+        record.say(f"{EXTRA_OPTIONS} writes its report to {extra[name]}, where it stays")
     return nsys_command(nsys, order, extra)
 
 
 def nsys_options(environ: Mapping[str, str]) -> dict[str, str]:
-    """The options that the user adds to nsys', from the JSON object in NRL_NSYS_EXTRA_OPTIONS.
+    """The user's additional nsys options, from the JSON object in NRL_NSYS_EXTRA_OPTIONS.
 
     Raises:
-        UsageError: it is no JSON object of plain values.
+        UsageError: it is not a JSON object of plain values.
     """
     text = environ.get(EXTRA_OPTIONS, "")
     if not text:
@@ -129,9 +129,9 @@ def nsys_options(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def nsys_command(nsys: str, order: Order, extra: Mapping[str, str]) -> list[str]:
-    """`nsys profile` with NeMo RL's options; the user's own win.
+    """`nsys profile` with NeMo RL's options, overridden by the user's.
 
-    nsys puts the worker's process id in the place of `%p`.
+    nsys replaces `%p` by the worker's process id.
     """
     options = {
         "t": "cuda,nvtx",
@@ -153,11 +153,11 @@ def _run(command: Sequence[str], order: Order, record: ProfileRecord, *, forward
     child: subprocess.Popen[bytes] | None = None
 
     def note(number: int, _frame: FrameType | None) -> None:
-        # A terminal's Ctrl-C has reached the worker too.
+        # A Ctrl-C in the terminal has also reached the worker.
         if forward and number != signal.SIGINT and child is not None and child.poll() is None:
             child.send_signal(number)
 
-    # Handlers, as ignored signals would be ignored by the child too.
+    # Handlers, because a child would inherit ignored signals.
     before = {number: signal.signal(number, note) for number in _SIGNALS}
     target = Path(order.target)
     try:
@@ -166,7 +166,7 @@ def _run(command: Sequence[str], order: Order, record: ProfileRecord, *, forward
             try:
                 return child.wait(_POLL_SECONDS)
             except subprocess.TimeoutExpired:
-                # nsys' reports may still be written to; traces are renamed when they are whole.
+                # nsys reports may still be being written; traces are renamed when complete.
                 bring(record, target, (TRACE,))
     finally:
         finish(record, target)
@@ -182,7 +182,7 @@ def _start(command: Sequence[str], environment: Mapping[str, str]) -> "subproces
 
 
 def _environment(order: Order) -> dict[str, str]:
-    """What the worker is told; one that does not count its steps itself gets our module."""
+    """The worker's environment; a worker that does not count its own steps gets our module."""
     environment = {VARIABLE: order.to_json()}
     if order.steps_by:
         environment |= python_startup.environment(_STEP_COUNTER, os.environ)
@@ -198,7 +198,7 @@ def _become(command: Sequence[str]) -> NoReturn:
 
 
 def _end_as(code: int) -> NoReturn:
-    """Whoever waits for this process learns how the worker ended, also by which signal."""
+    """End like the worker, including by the same signal, for whoever waits for this process."""
     if code < 0:
         signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
         os.kill(os.getpid(), -code)
@@ -215,10 +215,10 @@ PATTERNS, STEPS = "NRL_NSYS_WORKER_PATTERNS", "NRL_NSYS_PROFILE_STEP_RANGE"
 def requested(
     environ: Mapping[str, str], config: ProfileConfig | None = None
 ) -> ProfileConfig | None:
-    """What the two variables ask for, else what the config does; None: nothing.
+    """The profile requested by the two variables, else by the config; None if neither does.
 
     Raises:
-        UsageError: one of the variables is set without the other, or means nothing.
+        UsageError: one of the variables is set without the other, or is invalid.
     """
     workers, steps = environ.get(PATTERNS, ""), environ.get(STEPS, "")
     if not workers and not steps:
@@ -243,7 +243,7 @@ def requested(
 def order_of(
     profile: ProfileConfig, *, worker: str, component: str, target: Path, steps_by: str = ""
 ) -> Order:
-    """What a worker is told. `worker` and `component` are the names that patterns match."""
+    """The order for a worker. `worker` and `component` are the names that patterns match."""
     start, stop = profile.bounds
     return Order(
         worker=worker,

@@ -1,4 +1,4 @@
-"""Profile files: brought from a node's scratch folder to the run's, recorded there, and listed."""
+"""Profile files: moved from a node's scratch folder to the run's, recorded there, and listed."""
 
 import json
 import os
@@ -13,10 +13,10 @@ from shakedown.profiling.capture import STEPS, TRACE, tell
 from shakedown.slurm.hostlist import node_name
 
 REPORT = ".nsys-rep"
-SCRATCH = "shakedown-profile-"  # begins the name of a launcher's folder in TMPDIR
-# A file above is left where it is: ours is the choice, and Nsight Systems takes minutes to open it.
+SCRATCH = "shakedown-profile-"  # prefix of a launcher's folder in TMPDIR
+# A larger file stays where it is, as Nsight Systems would take minutes to open it (our choice).
 LARGEST = 4 << 30  # bytes
-# Stays free for what the run itself writes: checkpoints, metrics, logs.
+# Space kept free for the run itself: checkpoints, metrics, logs.
 _SPARE = 1 << 30  # bytes
 _RECORD = "profile.json"
 
@@ -33,11 +33,11 @@ class ProfileFile:
 
 @dataclass
 class ProfileRecord:
-    """What became of one worker's profile: `<host>/<component>-<pid>.profile.json`.
+    """The fate of one worker's profile: `<host>/<component>-<pid>.profile.json`.
 
-    `tool` is `nsys` or `torch`, `steps` the range that was asked for, `pid` that of the launcher.
-    `scratch` is on `host` and holds what was not brought; `said` is why there is none, or what is
-    missing; `ended`: the worker has ended and all that could be brought was.
+    `tool` is `nsys` or `torch`, `steps` the requested range, `pid` that of the launcher. `scratch`
+    is on `host` and holds the files that were not moved; `said` is why there is no profile, or what
+    is missing; `ended`: the worker has ended and all files that could be moved were.
     """
 
     worker: str
@@ -55,14 +55,14 @@ class ProfileRecord:
         return target / self.host / f"{self.component}-{self.pid}.{_RECORD}"
 
     def say(self, what: str) -> None:
-        """For the record and for the component's log, once."""
+        """Add a remark to the record and to the component's log, once."""
         if what not in self.said:
             self.said.append(what)
             tell(f"profile of {self.component}: {what}")
 
 
 def write_record(record: ProfileRecord, target: Path) -> None:
-    """Write it beside its files; where that cannot be, it is printed: a run goes on without it."""
+    """Write it beside its files or, if that fails, print it: a run continues without it."""
     try:
         write_json(record.path(target), asdict(record))
     except ShakedownError as error:
@@ -70,7 +70,7 @@ def write_record(record: ProfileRecord, target: Path) -> None:
 
 
 def read_records(target: Path) -> tuple[list[ProfileRecord], list[str]]:
-    """The records of an attempt, and what is wrong with those that cannot be read."""
+    """The records of an attempt, and the faults of those that cannot be read."""
     found: list[ProfileRecord] = []
     faults: list[str] = []
     for path in sorted(target.glob(f"*/*.{_RECORD}")):
@@ -84,10 +84,10 @@ def read_records(target: Path) -> tuple[list[ProfileRecord], list[str]]:
 def bring(record: ProfileRecord, target: Path, suffixes: tuple[str, ...] = (TRACE, REPORT)) -> None:
     """Move the finished files of the record's scratch folder to the run's, whole or not at all.
 
-    What cannot be brought is said in the record and stays where it is.
+    A file that cannot be moved stays where it is, with a remark in the record.
     """
     for path in sorted(_finished(Path(record.scratch), suffixes)):
-        if any(said.startswith(f"{path.name} was not brought") for said in record.said):
+        if any(said.startswith(f"{path.name} was not moved") for said in record.said):
             continue
         try:
             size = path.stat().st_size
@@ -100,7 +100,7 @@ def bring(record: ProfileRecord, target: Path, suffixes: tuple[str, ...] = (TRAC
         except (OSError, ShakedownError) as error:
             reason = str(error).partition("\n")[0]
             record.say(
-                f"{path.name} was not brought, it is on {record.host} in {path.parent}: {reason}"
+                f"{path.name} was not moved, it is on {record.host} in {path.parent}: {reason}"
             )
             continue
         first, last, said = _steps_of(path)
@@ -112,7 +112,7 @@ def bring(record: ProfileRecord, target: Path, suffixes: tuple[str, ...] = (TRAC
 
 
 def finish(record: ProfileRecord, target: Path) -> None:
-    """Bring what is left once the worker has ended; an empty scratch folder is removed."""
+    """Move the rest once the worker has ended; an empty scratch folder is removed."""
     scratch = Path(record.scratch)
     bring(record, target)
     if not record.files and not record.said:
@@ -124,7 +124,7 @@ def finish(record: ProfileRecord, target: Path) -> None:
 
 
 def finish_here(target: Path) -> list[ProfileRecord]:
-    """Do the same for launchers of this machine that were killed; returns all records.
+    """Do the same for launchers on this machine that were killed; returns all records.
 
     Call it once no process of the attempt lives.
     """
@@ -136,7 +136,7 @@ def finish_here(target: Path) -> list[ProfileRecord]:
 
 
 def lines(record: ProfileRecord, target: Path) -> Iterator[str]:
-    """The record as lines of a list: its files with their steps, and what was said."""
+    """The record as lines of a list: its files with their steps, and its remarks."""
     who = f"{record.component} ({record.worker}) on {record.host}"
     for each in record.files:
         steps = f"steps {each.first} to {each.last}" if each.first else f"asked for {record.steps}"
@@ -146,13 +146,13 @@ def lines(record: ProfileRecord, target: Path) -> Iterator[str]:
         yield f"{who}: {said}"
     if not record.ended:
         yield (
-            f"{who}: still running, or it was killed before its files were brought: "
-            f"what there is lies on {record.host} in {record.scratch}"
+            f"{who}: still running, or killed before its files were moved: "
+            f"any files are on {record.host} in {record.scratch}"
         )
 
 
 def _finished(scratch: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
-    """Regular files of these suffixes that are not being written: those begin with a dot."""
+    """Regular files with these suffixes that are complete (incomplete ones begin with a dot)."""
     try:
         with os.scandir(scratch) as entries:
             for entry in entries:
@@ -172,14 +172,14 @@ def _check_room(size: int, target: Path) -> None:
     OSError: the file is too large, or would fill the file system.
     """
     if size > LARGEST:
-        raise OSError(f"{_size(size)} is above {_size(LARGEST)}: ask for fewer steps")
+        raise OSError(f"{_size(size)} is more than {_size(LARGEST)}: profile fewer steps")
     free = shutil.disk_usage(target).free
     if size + _SPARE > free:
-        raise OSError(f"no room: {_size(size)}, and {_size(free)} free in {target}")
+        raise OSError(f"not enough space: {_size(size)} needed, {_size(free)} free in {target}")
 
 
 def _steps_of(path: Path) -> tuple[int | None, int | None, str]:
-    """What the profiled process wrote beside its file: first and last step, and what it said."""
+    """The notes of the profiled process beside its file: first and last step, and its remarks."""
     stem = path.name.removesuffix(TRACE).removesuffix(REPORT)
     return _read_steps(path.with_name(stem + STEPS))
 
@@ -194,14 +194,14 @@ def _read_steps(path: Path) -> tuple[int | None, int | None, str]:
 
 
 def _why_none(record: ProfileRecord, scratch: Path) -> str:
-    """Why a worker left no file, as far as it told."""
+    """Why a worker left no file, as far as known."""
     told = [_read_steps(path) for path in sorted(_finished(scratch, (STEPS,)))]
     for first, last, said in told:
         if said:
             return said
         if first:
-            return f"no file: it was ended in step {last}, or could not write one (see its log)"
-    return f"no file: no step of {record.steps} was seen in it"
+            return f"no file: it ended in step {last}, or could not write one (see its log)"
+    return f"no file: it ran none of the steps {record.steps}"
 
 
 def _size(count: int) -> str:

@@ -1,8 +1,8 @@
-"""Counts the steps of a user's program for a profile; run by each of its Python processes.
+"""Count the steps of a user's program for a profile; run by each of its Python processes.
 
-Steps are the calls of the first optimizer that steps (the
-first step begins with the first forward), or what a heartbeat says. What goes wrong here is printed
-and never ends the program. The standard library alone.
+Steps are the calls of the first optimizer that steps (the first step begins with the first
+forward), or those of a heartbeat. An error here is printed and never ends the program. It uses only
+the standard library.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.2
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls `act(module)` once the module of this name was executed."""
+    """An import hook that calls `act(module)` once the module of this name has been executed."""
 
     def __init__(self, name: str, act: Callable[[Any], None]) -> None:
         self._name, self._act = name, act
@@ -59,7 +59,7 @@ def _quietly(act: Callable[[], None]) -> None:
 
 
 def _at_first_forward(act: Callable[[], None]) -> None:
-    """Call `act` in the thread of the first forward of a module, before it."""
+    """Call `act` before the first forward of a module, in its thread."""
 
     def watch(module: Any) -> None:
         def forward(_module: Any, _args: Any) -> None:
@@ -74,7 +74,7 @@ def _at_first_forward(act: Callable[[], None]) -> None:
 def _count_optimizer_steps(capture: Any) -> None:
     _at_first_forward(lambda: capture.step(1))
     counted = 0
-    counts: int | None = None  # the id of the optimizer that counts
+    counts: int | None = None  # id of the optimizer whose steps count
 
     def watch(module: Any) -> None:
         def stepped(optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -92,7 +92,7 @@ def _count_optimizer_steps(capture: Any) -> None:
 
 
 def _follow(beat: Path, capture: Any, prepare: Callable[[], None]) -> None:
-    """Take the steps of a heartbeat for those of this process once it computes."""
+    """Use a heartbeat's steps as those of this process once it computes."""
 
     def follow() -> None:
         while not capture.done:
@@ -130,7 +130,7 @@ def _install() -> None:
     if spec is None or spec.loader is None:
         return
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for the names of annotations
+    sys.modules[spec.name] = module  # dataclasses look up the names in annotations there
     spec.loader.exec_module(module)
     order = module.read_order(os.environ)
     capture = module.Capture.of_this_process()

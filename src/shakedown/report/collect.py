@@ -22,7 +22,7 @@ from shakedown.report.reader import (
     string,
     whole,
 )
-from shakedown.report.series import Table
+from shakedown.report.series import StepRows
 from shakedown.report.view import AttemptView, Evaluation, RunView, ServerView, StageView
 
 # The schema's own rule for names.
@@ -131,7 +131,7 @@ def _stage(reader: RunReader, paths: StagePaths, plan: object) -> StageView:
     )
 
 
-def _cut_off_after(plan: object, rows: Table) -> float:
+def _cut_off_after(plan: object, rows: StepRows) -> float:
     """Never less than by default: a supervisor with little patience still collects evidence."""
     allowed = patience_of(plan).of("phase", longest_step(rows.values()))
     return FACTOR * max(allowed, Patience.phase)

@@ -432,7 +432,7 @@ def test_the_instance_of_a_group_that_has_ended_is_gone() -> None:
     [
         ("strat=50", "did you mean 'start'"),
         ("50", "expected key=value or a JSON object"),
-        ('{"start": 50', "is no JSON object"),
+        ('{"start": 50', "is not a JSON object"),
     ],
 )
 def test_arguments_that_cannot_be_given_are_a_usage_error(

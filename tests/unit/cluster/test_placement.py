@@ -72,13 +72,13 @@ def test_without_gpus_trainers_go_over_all_nodes_and_inference_on_the_first() ->
         ("vllm:d1+sglang:t8p2", 3, 8, None),
         ("vllm:d1+sglang:t8p2", 2, 9, "a replica is t*p = 16 GPUs: more than the 9"),
         ("fsdp[a]:d8|vllm[b]:t8", 2, 4, None),  # lies over two whole nodes
-        ("fsdp[a]:d6|vllm[b]:d3t2", 2, 4, "a replica of t*p = 2 GPUs would lie over 2 nodes"),
-        ("fsdp:d3", 2, 0, "3 ranks are no equal parts of 2 nodes"),
+        ("fsdp[a]:d6|vllm[b]:d3t2", 2, 4, "a replica of t*p = 2 GPUs would span 2 nodes"),
+        ("fsdp:d3", 2, 0, "3 ranks cannot be split equally over 2 nodes"),
         ("megatron:d3e2", 1, 8, "e=2 does not divide d*c = 3"),
         ("fsdp:d999999999", 1, 0, "at most 65536 ranks"),
         ("fsdp:d999999999t999999999", 60000, 1024, "the cluster has 60000 x 1024"),
-        ("fsdp:d1", 0, 8, "there is at least one node"),
-        ("fsdp:d1", 1, -1, "there is at least one node"),
+        ("fsdp:d1", 0, 8, "at least one node is needed"),
+        ("fsdp:d1", 1, -1, "at least one node is needed"),
     ],
 )
 def test_what_does_not_fit_is_named(text: str, nodes: int, gpus: int, words: str | None) -> None:

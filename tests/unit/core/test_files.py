@@ -45,7 +45,7 @@ def test_nested_dataclasses_and_tuples_come_back_out_of_json() -> None:
         ('{"seconds": 1, "part": []}', "part: unknown key"),
         ('{"seconds": 1, "parts": [{"name": "a", "size": 1}]}', r"parts\.0\.size: unknown key"),
         ('{"seconds": 1, "parts": [{"name": 1}]}', r"parts\.0\.name: Input should be"),
-        ('{"seconds": 1, "x": ' + "[" * 900 + "]" * 900 + "}", "whole.json is no whole"),
+        ('{"seconds": 1, "x": ' + "[" * 900 + "]" * 900 + "}", "whole.json is not a valid whole"),
     ],
 )
 def test_what_does_not_fit_is_named_with_its_file_and_key(
@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_named_with_its_file_and_key(
 
     with pytest.raises(UsageError, match=said) as refusal:
         read_json_as(Whole, path, "whole")
-    assert "whole.json is no whole" in str(refusal.value)
+    assert "whole.json is not a valid whole" in str(refusal.value)
     with pytest.raises(StorageError, match=said):
         read_json_as(Whole, path, "whole", error_class=StorageError)
 

@@ -61,10 +61,10 @@ def test_a_folder_of_transformers_fits(models: Path, name: str) -> None:
         ({"head_dim": 8}, "head_dim is"),
         ({"num_hidden_layers": 3}, "is 3, but there are weights of 4 layers"),
         ({"num_hidden_layers": 5}, "is 5, but there are weights of 4 layers"),
-        ({"num_key_value_heads": 3}, "4 num_attention_heads are no multiple of 3 num_key_value"),
+        ({"num_key_value_heads": 3}, "4 num_attention_heads is not a multiple of 3 num_key_value"),
         ({"hidden_size": 0}, "hidden_size is 0, expected a positive number"),
         ({"intermediate_size": "48"}, "intermediate_size is '48', expected a positive number"),
-        ({"head_dim": None, "hidden_size": 30}, "hidden_size 30 is no multiple of 4 num_att"),
+        ({"head_dim": None, "hidden_size": 30}, "hidden_size 30 is not a multiple of 4 num_att"),
     ],
     ids=str,
 )
@@ -130,8 +130,8 @@ def _garbled(path: Path) -> None:
         (_cut, "its header says"),
         (_cut_early, "no safetensors, or its beginning alone"),
         (_pointer, "Git LFS pointer"),
-        (_garbled, "its header is none of safetensors"),
-        (lambda path: path.write_bytes(b""), "0 bytes are no safetensors"),
+        (_garbled, "its header is not a safetensors header"),
+        (lambda path: path.write_bytes(b""), "0 bytes are not a whole safetensors file"),
     ],
     ids=["cut", "cut in its header", "pointer", "garbled", "empty"],
 )

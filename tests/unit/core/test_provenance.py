@@ -40,7 +40,7 @@ def test_rows_that_are_none_are_passed_over() -> None:
         (
             B,
             "fail",
-            "0 of 6 steps ran with what is asked now: steps 1 to 6 ran before lr 0.1 -> 0.2",
+            "0 of 6 steps ran with the current settings: steps 1 to 6 ran before lr 0.1 -> 0.2",
         ),
     ],
 )
@@ -62,7 +62,7 @@ def test_some_steps_with_what_is_asked_warn_and_say_which_were_others() -> None:
     assert found is not None
     assert found.status == "warn"
     assert found.measured == (
-        "2 of 6 steps ran with what is asked now: step 1 ran before lr 0.2 -> 0.1, data two -> "
+        "2 of 6 steps ran with the current settings: step 1 ran before lr 0.2 -> 0.1, data two -> "
         "one; steps 4 to 6 ran before lr 0.2 -> 0.1"
     )
 

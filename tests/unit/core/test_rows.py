@@ -35,7 +35,7 @@ def test_every_reader_of_a_damaged_file_sees_the_same_rows_and_tells_the_damage(
     stage = RunPaths(tmp_path).stage("sft")
     stage.new_attempt()
     stage.metrics.write_bytes(DAMAGED)
-    told = "5 lines are no rows, first 3"
+    told = "5 lines are not rows, first 3"
 
     view = collect(tmp_path)
     (found,) = damage_findings(stage)
@@ -62,11 +62,11 @@ def test_episodes_and_a_comparisons_rows_are_told_with_their_damage(
     episodes = read_episodes(path)
 
     assert [line["row"] for line in episodes] == [0, 1]
-    assert (episodes.damage, episodes.torn) == ("1 line is no row, first 3", False)
+    assert (episodes.damage, episodes.torn) == ("1 line is not a row, first 3", False)
     assert list(episodes.numbered()) == [(1, {"row": 0}), (4, {"row": 1})]
 
     PartJournal(path).put(0, "sampled", {"a": 1})
-    assert "2 lines are no rows, first 1" in capsys.readouterr().err
+    assert "2 lines are not rows, first 1" in capsys.readouterr().err
     assert PartJournal(path).get(0, "sampled") == {"a": 1}
 
 

@@ -177,7 +177,7 @@ def test_a_template_that_writes_answers_in_another_way_later_is_refused(
 def test_marks_around_nothing_are_refused(tokenizer: Tokenizer) -> None:
     empty = "{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}{% endgeneration %}"
 
-    with pytest.raises(UsageError, match="marks nothing to train"):
+    with pytest.raises(UsageError, match="marks no turn to train"):
         encode_row(tokenizer(empty), TALK)
 
 

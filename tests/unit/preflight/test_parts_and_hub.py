@@ -108,7 +108,7 @@ def test_a_part_that_never_ends_is_named(tmp_path: Path) -> None:
 
     facts = parts.measure(asked(limit=1.0, parts=[("reward", f"{file}:f")]), "n1")
 
-    assert facts["faults"] == {f"reward {file}:f": "no end within 0.8 s"}
+    assert facts["faults"] == {f"reward {file}:f": "did not finish within 0.8 s"}
 
 
 def test_faults_fail_and_what_raised_is_a_warning() -> None:

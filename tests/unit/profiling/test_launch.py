@@ -163,7 +163,7 @@ def test_an_own_sitecustomize_of_the_user_still_runs(
 
     assert output.splitlines()[-2:] == [
         "ended",
-        "profile of trainer-rank1: no file: no step of 3:5 was seen in it",
+        "profile of trainer-rank1: no file: it ran none of the steps 3:5",
     ]
     assert "theirs ran" in output
 
@@ -275,7 +275,7 @@ def test_a_worker_that_a_signal_ends_is_told_by_the_same_signal(
     process.communicate(timeout=60)
 
     assert process.returncode == -number
-    assert _record(target).said == ["no file: no step of 3:5 was seen in it"]
+    assert _record(target).said == ["no file: it ran none of the steps 3:5"]
 
 
 def test_what_a_killed_launcher_left_on_this_machine_is_brought_afterwards(
@@ -319,7 +319,7 @@ def _said(record: ProfileRecord, target: Path) -> str:
     assert not list(target.rglob("*.nsys-rep"))
     assert not list(target.rglob(".*"))
     (said,) = record.said
-    assert said.startswith(f"w_3:5_1.nsys-rep was not brought, it is on node1 in {record.scratch}")
+    assert said.startswith(f"w_3:5_1.nsys-rep was not moved, it is on node1 in {record.scratch}")
     return said
 
 
@@ -330,7 +330,7 @@ def test_a_report_that_is_too_large_stays_on_the_node_and_that_is_said(
 
     finish(left, target)
 
-    assert "ask for fewer steps" in _said(left, target)
+    assert "profile fewer steps" in _said(left, target)
     assert left.ended
 
 

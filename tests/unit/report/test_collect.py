@@ -100,8 +100,8 @@ def test_a_stage_name_never_leads_out_of_the_run(paths: RunPaths) -> None:
     [
         (b"", "is not JSON"),
         (b'{"schema": "shakedown/verd', "is not JSON"),
-        (b"[1, 2]", "is no verdict"),
-        (b'{"schema": "other/1"}', "is no verdict"),
+        (b"[1, 2]", "is not a valid verdict"),
+        (b'{"schema": "other/1"}', "is not a valid verdict"),
         (b'{"schema": "shakedown/verdict/1", "status": "FINE"}', "status: Input should be"),
         (b'{"schema": "shakedown/verdict/1", "status": "PASS"}', "stage: missing"),
         (b"\xff\xfe\x00", "is not JSON"),
@@ -202,7 +202,7 @@ def test_broken_lines_amid_the_metrics_are_counted(paths: RunPaths) -> None:
     view = collect(paths.root)
     loss = view.stages[0].metrics["loss"]
     assert (loss.count, loss.broken) == (1, 1)
-    assert view.unreadable[0].reason == "2 lines are no rows, first 2"
+    assert view.unreadable[0].reason == "2 lines are not rows, first 2"
 
 
 def test_attempts_are_read_with_their_outcomes_and_logs(paths: RunPaths) -> None:

@@ -282,7 +282,7 @@ def test_a_flipped_bit_amid_large_weights_is_noticed(tmp_path: Path) -> None:
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
-    with pytest.raises(StorageError, match="safetensors is not as it was written"):
+    with pytest.raises(StorageError, match="safetensors has changed since it was written"):
         exchange.latest_weights()
 
 

@@ -44,5 +44,5 @@ def test_nodes_that_are_down_or_drained_are_told_once_each(programs: Path) -> No
 
     assert nodes.node_troubles(["n[1-3]"], seconds=5.0) == [
         "node n1 is draining: bad disk",
-        "node n3 is down, it does not answer Slurm: Not responding",
+        "node n3 is down and does not answer Slurm: Not responding",
     ]

@@ -31,6 +31,6 @@ def test_components_of_a_heterogeneous_job_have_the_first_ones_id_and_a_step_eac
 
 
 def test_of_an_array_one_task_has_to_be_named() -> None:
-    assert one_of(ARRAY) == ({}, "it is an array, 80_1, 80_2-9: name one of them")
+    assert one_of(ARRAY) == ({}, "it is an array (80_1, 80_2-9): name one task")
     task = ARRAY.partition("\n\n")[2]
     assert (one_of(task)[0]["JobId"], parts_of(task)) == ("81", [StepNodes(["n1"])])

@@ -145,7 +145,7 @@ def test_a_damaged_position_in_the_data_is_said(change: dict[str, Any], tmp_path
     data.write_text(json.dumps(row) + "\n", encoding="utf-8")
     stream = RowStream(str(data), lambda row: row.messages[0]["content"], seed=3)
 
-    with pytest.raises(UsageError, match="is no position in data"):
+    with pytest.raises(UsageError, match="is not a position in data"):
         stream.seek(stream.position.to_json() | change)
 
     assert stream.take(2) == ["1+1=", "1+1="]

@@ -78,7 +78,7 @@ def test_a_finished_stage_is_not_the_result_of_a_learning_rate_that_came_after_i
     code, said = lab.train(lr=1e-5)
 
     why = "steps 1 to 2 ran before optimizer.lr 0.002 -> 1e-05"
-    why = f"0 of 2 steps ran with what is asked now: {why}"
+    why = f"0 of 2 steps ran with the current settings: {why}"
     assert (code, lab.accept()[0]) == (1, 1), said
     assert why in said
     assert "a `run:` name of its own" in said
@@ -111,11 +111,11 @@ def test_a_stage_that_went_on_with_another_learning_rate_warns_which_steps_had_w
     code, said = lab.accept()
     assert code == 0
     assert "accept sft: WARN" in said
-    assert "1 of 3 steps ran with what is asked now: steps 1 to 2 ran before" in said
+    assert "1 of 3 steps ran with the current settings: steps 1 to 2 ran before" in said
     assert lab.train(lr=1e-5, steps=4)[0] == 0
     code, said = lab.train(lr=1e-5, steps=2)
     assert code == 1
-    assert "4 steps are done and 2 are asked" in said
+    assert "4 steps are done but only 2 are requested" in said
 
 
 def _middle(lab: Lab) -> None:

@@ -1,7 +1,7 @@
 """CLEVR counting: `problem` with `<image>`, `answer` a number, `images`.
 
-As AReaL does, a system message asks for the number in `[ ]` (the words are our own), and
-`different` is taken out of the question, which is about all items.
+As in AReaL, a system message asks for the number in `[ ]` (in our own words), and `different` is
+removed from the question, which is about all items.
 """
 
 from collections.abc import Mapping

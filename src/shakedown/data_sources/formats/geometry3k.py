@@ -1,7 +1,7 @@
-r"""Geometry3K: `problem` with `<image>` where the figure stands, `answer` in LaTeX, `images`.
+r"""Geometry3K: `problem` with `<image>` in place of the figure, `answer` in LaTeX, `images`.
 
-As AReaL does, the prompt asks for thoughts in `<think>` and the answer in `\boxed{}`, what its
-reward looks for; the words are our own. The figure is left out of the text.
+As in AReaL, the prompt asks for thoughts in `<think>` and the answer in `\boxed{}`, which its
+reward looks for, in our own words. The figure's mark is left out of the text.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 r"""GSM8K: `question`, and `answer` with the solution's steps and `#### 42` at its end.
 
-The prompt asks for `\boxed{}` in AReaL's words; SFT trains on the steps as they stand.
+The prompt asks for `\boxed{}` in AReaL's words; SFT trains on the steps unchanged.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a data set's format is."""
+"""The format of a known data set."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ class RowFormat:
     """A known data set: where it is, and how its rows become `messages` and `answer`.
 
     Attributes:
-        hub: its name on the hub; `hub_config`: the configuration there, empty for the only one.
+        hub: its name on the hub; `hub_config`: the configuration there (empty: the only one).
         columns: those that `convert` reads, all of them text; nothing else is decoded.
-        train, heldout: the splits for training and for what is never trained on.
-        images: whether the problems come with a column `images`, which a stage that trains on
-            text leaves out. They are shown before the problem's text.
+        train, heldout: the split for training, and the split that is never trained on.
+        images: whether the problems have a column `images`, which a text-only stage leaves out.
+            They are shown before the problem's text.
     """
 
     hub: str
@@ -28,7 +28,7 @@ class RowFormat:
     images: bool = False
 
     def row(self, body: Mapping[str, Any], place: str, *, images: bool = False) -> dict[str, Any]:
-        """The row as `messages` and `answer`; with `images`, those too, shown in the last message.
+        """The row as `messages` and `answer`; with `images`, these too, shown in the last message.
 
         Raises:
             UsageError: a column is missing or of another type; names the place.

@@ -1,4 +1,5 @@
-"""The checks: one module and one line here each. docs/preflight.md is generated from them."""
+"""The checks, with one module and one line here for each. docs/preflight.md is generated from
+them."""
 
 from shakedown.preflight.check import Check
 from shakedown.preflight.checks.baseline import BASELINE

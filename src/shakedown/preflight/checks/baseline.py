@@ -1,7 +1,7 @@
-"""A site's own numbers, recorded from good nodes, with which later runs are compared.
+"""A site's own numbers, recorded from good nodes, to compare later runs with.
 
-Published limits conflict (an all-reduce over eight H100 should reach 460, 400 or 500 GB/s): what a
-site has measured on nodes that it trusts says more.
+Published limits conflict (an all-reduce over eight H100 should reach 460, 400 or 500 GB/s); a
+site's measurements on trusted nodes say more.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from shakedown.preflight.check import Check, CheckJudgement, Fleet
 from shakedown.preflight.datatypes import Expectations, NodeReport
 
 SCHEMA = "shakedown/preflight-baseline/1"
-# Azure's limits for matrix products: it warns at -3.5 %, and replaces the node at -7 %.
+# Azure's limits for matrix products: a warning at -3.5 %, and a replacement at -7 %.
 WARN_SHARE, FAIL_SHARE = 0.965, 0.93
 BaselineValue = str | float
 
@@ -38,14 +38,14 @@ def read_baseline(path: Path) -> dict[str, BaselineValue]:
     """The values of a baseline.
 
     Raises:
-        UsageError: no such file, or it is no baseline.
+        UsageError: no such file, or it is not a baseline.
     """
     hint = "shakedown preflight --tier standard --record-baseline FILE"
     values = read_object(path, "preflight baseline", schema=SCHEMA, hint=hint).get("values")
     if not isinstance(values, dict) or not all(
         isinstance(v, str | int | float) and not isinstance(v, bool) for v in values.values()
     ):
-        raise UsageError(f"{path}: `values` holds no texts and numbers by name", hint=hint)
+        raise UsageError(f"{path}: `values` must hold texts and numbers by name", hint=hint)
     return values
 
 
@@ -55,7 +55,7 @@ def _usual(values: list[BaselineValue]) -> BaselineValue:
 
 
 def values_of(fleet: Fleet, node: str) -> dict[str, BaselineValue]:
-    """What a baseline holds of one node: texts must be equal, numbers are rates."""
+    """One node's values for a baseline: texts must be equal, numbers are rates."""
     machine, memory, gpus, torch, speed = (
         fleet.facts(check).get(node, {})
         for check in ("machine", "memory", "gpus", "torch_gpus", "gpu_speed")
@@ -65,7 +65,7 @@ def values_of(fleet: Fleet, node: str) -> dict[str, BaselineValue]:
         "kernel": machine.get("kernel"),
         "libc": machine.get("libc"),
         "cpus": machine.get("cpus"),
-        # Rounded: the firmware takes some MB more or less with each start.
+        # Rounded, as the firmware uses some MB more or less at each boot.
         "memory_gib": memory and round(memory["total_mb"] / 1024),
         "driver": gpus.get("driver"),
         "gpus": cards and f"{len(cards)} x {', '.join(sorted({card['name'] for card in cards}))}",
@@ -81,7 +81,7 @@ def values_of(fleet: Fleet, node: str) -> dict[str, BaselineValue]:
 
 
 def compare(fleet: Fleet) -> Mapping[str, CheckJudgement]:
-    """Every node against the baseline, as far as both have a value."""
+    """Compare every node with the baseline, where both have a value."""
     return {node: _judged(values_of(fleet, node), fleet.want.baseline) for node in fleet.reports}
 
 
@@ -109,17 +109,17 @@ def _judged(
     status: FindingStatus = "warn" if told else "pass"
     if any(share < FAIL_SHARE for share in slow.values()):
         status = "fail"
-    remedy = "look at clocks, heat and power; after an upgrade record the baseline again"
+    remedy = "check clocks, temperature and power; after an upgrade record the baseline again"
     measured = told or f"{len(here.keys() & baseline.keys())} values as recorded"
     return CheckJudgement(status, measured, _EXPECTED, "", "node", remedy if told else "")
 
 
-_EXPECTED = f"rates >= {WARN_SHARE:.1%} of the baseline, all else equal"
+_EXPECTED = f"rates >= {WARN_SHARE:.1%} of the baseline, everything else equal"
 
 BASELINE = Check(
     "baseline",
     "a rate of `gpu_speed` is far below the site's baseline; warns: a rate is below it, or kernel, "
-    "CPUs, memory, GPUs, driver, torch, CUDA or NCCL are others",
+    "CPUs, memory, GPUs, driver, torch, CUDA or NCCL differ",
     compare=compare,
     needs="baseline",
     limit="warns below 96.5 %, fails below 93 %",

@@ -16,13 +16,13 @@ def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
 
 
 def compare(fleet: Fleet) -> Mapping[str, CheckJudgement]:
-    """Seconds ahead: of most others over the network, else at least what the reply's window
+    """Seconds ahead of most others over the network, or at least as far as the reply's window
     proves."""
     most = fleet.want.max_clock_skew
     found = {}
     for node, facts in fleet.facts("clock").items():
         bound = _outside(facts["now"], fleet.reports[node].reply)
-        # Of two nodes the network cannot tell whose clock is wrong; the window still may.
+        # With two nodes the network cannot tell whose clock is wrong, but the window may.
         ahead = fleet.ahead.get(node, bound)
         status: FindingStatus = "pass" if abs(ahead) <= most else "warn"
         if abs(ahead) > MAX_SKEW_FAIL:
@@ -34,7 +34,7 @@ def compare(fleet: Fleet) -> Mapping[str, CheckJudgement]:
 
 
 def _outside(now: float, window: Sequence[float]) -> float:
-    """How far `now` lies outside the window; 0 inside, or where there is none."""
+    """How far `now` is outside the window; 0 if inside, or without a window."""
     if len(window) != 2:
         return 0.0
     sent, got = window

@@ -1,4 +1,4 @@
-"""The software environment, to compare over nodes."""
+"""The software environment, compared across nodes."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 from shakedown.preflight.check import Check, CheckJudgement, Fleet, unlike_most
 from shakedown.preflight.datatypes import NodeFacts, ProbeRequest
 
-# UCX_ and FI_ (libfabric) are the transports below NCCL and MPI.
+# UCX_ and FI_ (libfabric) configure the transports below NCCL and MPI.
 _COMPARED = re.compile(
     r"(NCCL|GLOO|TORCH|VLLM|SGLANG|UCX|FI|PYTORCH)_.*|HF_HOME|HF_HUB_OFFLINE|HF_ENDPOINT"
     r"|TRANSFORMERS_OFFLINE|LD_LIBRARY_PATH|LD_PRELOAD|PYTHONPATH|CUDA_HOME|OMP_NUM_THREADS"
@@ -22,16 +22,16 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS", re.IGNORECASE)
 
 
 def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
-    """Versions of python and of every installed package, and the variables that matter."""
+    """Versions of python and of every installed package, and the relevant variables."""
     return local_environment()
 
 
 def local_environment() -> NodeFacts:
-    """This process's environment; secrets are never read into it."""
+    """This process's environment, without secrets."""
     packages: dict[str, str] = {}
     for dist in metadata.distributions(path=_import_path()):
         if dist.metadata["Name"]:
-            packages.setdefault(_normal(dist.metadata["Name"]), dist.version)  # as import has it
+            packages.setdefault(_normal(dist.metadata["Name"]), dist.version)  # as import does
     return {
         "python": platform.python_version(),
         "packages": dict(sorted(packages.items())),
@@ -44,19 +44,19 @@ def local_environment() -> NodeFacts:
 
 
 def _import_path() -> list[str]:
-    """Without setuptools' own copies: they join the path of a process that imports setuptools."""
+    """Search paths without setuptools' own copies, which importing setuptools adds."""
     return [entry for entry in sys.path if Path(entry).parts[-2:] != ("setuptools", "_vendor")]
 
 
 def _normal(name: str) -> str:
-    # The normal form of a distribution's name, by PyPA's rules (PEP 503).
+    # A distribution's normalised name, by PyPA's rules (PEP 503).
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def compare(fleet: Fleet) -> Mapping[str, CheckJudgement]:
-    """Python and packages against the most common ones; the command's own break a tie."""
+    """Compare python and packages with the most common ones; the command's own break a tie."""
     rows = {node: _software(facts) for node, facts in fleet.facts("environment").items()}
-    remedy = "use one shared environment, or install the same"
+    remedy = "use one shared environment, or install the same packages"
     return {
         node: CheckJudgement("fail", other, _EXPECTED, "", "environment", remedy)
         if other
@@ -69,7 +69,7 @@ def compare_variables(fleet: Fleet) -> Mapping[str, CheckJudgement]:
     """Variables that change what NCCL, gloo, torch and the engines do."""
     rows = {node: facts["variables"] for node, facts in fleet.facts("environment").items()}
     own = fleet.command["variables"] if fleet.command else {}
-    remedy = "set them in the job's script, not in a node's profile"
+    remedy = "set them in the job script, not in a node's profile"
     return {
         node: CheckJudgement("warn", other, _EXPECTED, "", "environment", remedy)
         for node, other in unlike_most(rows, own).items()
@@ -89,7 +89,7 @@ def digest(versions: Mapping[str, str]) -> str:
 
 ENVIRONMENT = Check(
     "environment",
-    "another python or other package versions than most nodes and this command have",
+    "python or package versions differ from most nodes and this command",
     measure,
     compare=compare,
     limit="equal",
@@ -97,7 +97,7 @@ ENVIRONMENT = Check(
 )
 VARIABLES = Check(
     "variables",
-    "warns: other NCCL_*, GLOO_*, VLLM_*, ... variables than most nodes have. Those that look "
+    "warns: NCCL_*, GLOO_*, VLLM_*, ... variables differ from most nodes. Variables that look "
     "like secrets are not read",
     compare=compare_variables,
     limit="equal",

@@ -1,4 +1,4 @@
-"""The results file system: does it take files, and has it room?"""
+"""The results file system: does it accept files, and does it have space?"""
 
 import errno
 import os
@@ -12,16 +12,16 @@ from shakedown.core.private import make_folders
 from shakedown.preflight.check import Check, CheckJudgement
 from shakedown.preflight.datatypes import Expectations, NodeFacts, ProbeRequest
 
-MAX_STEP_SECONDS = 1.0  # of a rename or a listing; heartbeats are renamed twice a second
-MAX_DATA_SECONDS = 5.0  # of 4 MB: below 1 MB/s a checkpoint of a small model takes an hour
-_SLOW = f"<= {MAX_STEP_SECONDS:g} s a step, <= {MAX_DATA_SECONDS:g} s to move 4 MB"
-# Random: a file system that compresses has to write all of it.
+MAX_STEP_SECONDS = 1.0  # limit for a rename or a listing; heartbeats are renamed twice per second
+MAX_DATA_SECONDS = 5.0  # limit for 4 MB: below 1 MB/s a checkpoint of a small model takes an hour
+_SLOW = f"<= {MAX_STEP_SECONDS:g} s per step, <= {MAX_DATA_SECONDS:g} s to move 4 MB"
+# Random, so that a compressing file system has to write all of it.
 _SAMPLE = os.urandom(2**20)
 _SAMPLE_COPIES = 4
 
 
 def marker_folder(request: ProbeRequest) -> Path:
-    """Where the nodes of one run leave files for each other; removed when the run ends."""
+    """The folder for files that a run's nodes exchange; removed when the run ends."""
     return Path(request.out) / f".probe-{request.token}"
 
 
@@ -53,7 +53,7 @@ _MOVES_DATA = {"write", "fsync", "read"}
 
 def _steps(temporary: Path, final: Path) -> dict[str, Callable[[], None]]:
     def write() -> None:
-        # Unbuffered: a full disk is met by this step, not by closing the file.
+        # Unbuffered, so that this step finds a full disk, not the closing of the file.
         with temporary.open("wb", buffering=0) as stream:
             for _ in range(_SAMPLE_COPIES):
                 if stream.write(_SAMPLE) != len(_SAMPLE):
@@ -72,7 +72,7 @@ def _steps(temporary: Path, final: Path) -> dict[str, Callable[[], None]]:
 
     def read() -> None:
         if final.read_bytes() != _SAMPLE * _SAMPLE_COPIES:
-            raise OSError(errno.EIO, "read back other bytes than were written")
+            raise OSError(errno.EIO, "read back different bytes than were written")
 
     functions = (write, fsync, lambda: os.replace(temporary, final), listed, read, final.unlink)
     return dict(zip(_STEPS, functions, strict=True))
@@ -87,16 +87,16 @@ def _space(folder: Path) -> dict[str, object]:
         if existing.resolve().is_relative_to(part.mountpoint)
     ]
     return {
-        # f_bavail, not f_bfree: ext4 keeps some blocks for root alone.
+        # f_bavail, not f_bfree: ext4 reserves some blocks for root.
         "free_gb": round(seen.f_bavail * seen.f_frsize / 1e9, 3),
         "free_files": seen.f_favail if seen.f_files else None,
-        # Of nested mounts the longest path is the one that holds the folder.
+        # With nested mounts the longest path is the one that holds the folder.
         "type": max(mounts, key=lambda mount: len(mount[0]), default=("", ""))[1],
     }
 
 
 def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:
-    """The results folder must take a file, keep it, and have room."""
+    """The results folder must accept a file, keep it, and have space."""
     expected = f">= {want.min_free_disk_gb:g}"
     failed = facts.get("failed")
     if failed:
@@ -104,7 +104,7 @@ def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:
             "fail",
             f"{failed['step']}: {failed['errno']} {failed['message']}",
             "write, fsync, rename, list, read, remove",
-            remedy=f"look at {facts['folder']} on this node: df -h, df -i, quota, mount",
+            remedy=f"check {facts['folder']} on this node: df -h, df -i, quota, mount",
         )
     if facts["free_gb"] < want.min_free_disk_gb:
         remedy = f"free space under {facts['folder']}"
@@ -125,10 +125,10 @@ def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:
 
 FILES = Check(
     "files",
-    "the results folder does not take 4 MB through write, fsync, rename, list, read, remove; too "
-    "little room; warns: inodes run out, a step is slow",
+    "4 MB in the results folder fail to write, fsync, rename, list, read or remove; too "
+    "little space; warns: few inodes left, a slow step",
     measure,
     judge,
-    limit="`min_free_disk_gb`, 2 GB; 10000 inodes; 1 s a step, 5 s to move 4 MB",
+    limit="`min_free_disk_gb`, 2 GB; 10000 inodes; 1 s per step, 5 s to move 4 MB",
     source="the demo run's results; ours",
 )

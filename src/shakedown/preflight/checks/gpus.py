@@ -1,4 +1,4 @@
-"""GPUs as the driver knows them (NVML), else as Slurm and CUDA_VISIBLE_DEVICES promise them."""
+"""GPUs according to the driver (NVML), else as promised by Slurm and CUDA_VISIBLE_DEVICES."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -14,16 +14,16 @@ from shakedown.preflight.gpu_models import is_model
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 # Reasons of nvmlDeviceGetCurrentClocksEventReasons that are faults; power capping and idling are
-# normal. The hardware's own slow the GPU to half its clock and less.
+# normal. Hardware slowdowns halve the GPU's clock or worse.
 _HARDWARE = {"HwSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown"}
 _THROTTLING = (*sorted(_HARDWARE), "SwThermalSlowdown")
 _USED_SHARE = 0.1
 
 
 def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
-    """`source`: nvml | slurm | none, `count` usable ones, `lost` those that do not answer.
+    """`source`: nvml | slurm | none; `count`: usable GPUs; `lost`: GPUs that do not answer.
 
-    `gpus`: a row each. What a card does not report is null.
+    `gpus`: one row each, with null for values that a card does not report.
     """
     try:
         import pynvml
@@ -71,7 +71,7 @@ def _card(nvml: Any, index: int) -> dict[str, Any]:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
 
     def ask(question: Callable[..., Any], *more: Any) -> Any:
-        """None where this model of GPU, or a virtual one, has no such thing."""
+        """The value; None if this GPU model, or a virtual one, does not have it."""
         try:
             return question(handle, *more)
         except nvml.NVMLError as error:
@@ -84,7 +84,7 @@ def _card(nvml: Any, index: int) -> dict[str, Any]:
     reasons = ask(nvml.nvmlDeviceGetCurrentClocksEventReasons) or 0
     links = [ask(nvml.nvmlDeviceGetNvLinkState, n) for n in range(nvml.NVML_NVLINK_MAX_LINKS)]
     running = [p.pid for p in ask(nvml.nvmlDeviceGetComputeRunningProcesses) or []]
-    # Read afterwards: what the other checks of this probe have started is among them.
+    # Read afterwards, as the other checks of this probe may have started some of them.
     own = {child.pid for child in psutil.Process(os.getppid()).children(recursive=True)}
     return {
         "index": index,
@@ -98,7 +98,7 @@ def _card(nvml: Any, index: int) -> dict[str, Any]:
         "throttle": [
             r for r in _THROTTLING if reasons & getattr(nvml, f"nvmlClocksEventReason{r}")
         ],
-        # The width only: an idle GPU lowers the generation to save power.
+        # Only the width, as an idle GPU lowers the generation to save power.
         "pcie_width": ask(nvml.nvmlDeviceGetCurrPcieLinkWidth),
         "pcie_most": ask(nvml.nvmlDeviceGetMaxPcieLinkWidth),
         "nvlinks": sum(link == 1 for link in links),
@@ -107,13 +107,13 @@ def _card(nvml: Any, index: int) -> dict[str, Any]:
 
 
 def _visible(environ: Mapping[str, str], installed: int) -> int:
-    """CUDA_VISIBLE_DEVICES hides cards; where it is not set all are visible."""
+    """The cards that CUDA_VISIBLE_DEVICES shows; all if it is not set."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     return installed if visible is None else min(installed, _entries(visible))
 
 
 def _promised(environ: Mapping[str, str]) -> NodeFacts:
-    """No driver: what the scheduler gave this step."""
+    """Without a driver: the GPUs that the scheduler gave this step."""
     for name in ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS"):
         if environ.get(name):
             count = _entries(environ[name])
@@ -126,7 +126,7 @@ def _entries(text: str) -> int:
 
 
 def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:
-    """As many usable GPUs of the right model as expected, none lost, all of them healthy."""
+    """The expected number of usable GPUs of the right model, none lost, all healthy."""
     count, expected = facts["count"], f">= {want.gpus}"
     if facts["lost"]:
         remedy = "a GPU fell off the bus: drain the node; see XID errors in dmesg"
@@ -135,7 +135,7 @@ def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:
         )
     if count < want.gpus:
         hidden = facts.get("installed", count) >= want.gpus
-        remedy = "request them: --gres=gpu:N or --gpus-per-node; see CUDA_VISIBLE_DEVICES"
+        remedy = "request GPUs: --gres=gpu:N or --gpus-per-node; see CUDA_VISIBLE_DEVICES"
         return CheckJudgement("fail", count, expected, "GPUs", "user" if hidden else "node", remedy)
     others = {gpu["name"] for gpu in facts["gpus"] if not is_model(gpu["name"], want.gpu_model)}
     if others:
@@ -143,24 +143,22 @@ def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:
         return CheckJudgement("fail", sorted(others), want.gpu_model, "", "user", remedy)
     status, wrong = _health(facts["gpus"])
     if wrong:
-        return CheckJudgement(
-            status, wrong, "healthy, and all alike", "", "node", _REMEDIES[status]
-        )
+        return CheckJudgement(status, wrong, "healthy and identical", "", "node", _REMEDIES[status])
     if want.gpus and facts["source"] != "nvml":
-        remedy = f"pip install nvidia-ml-py, and look at the driver: {facts['unasked']}"
-        measured = f"{count}, promised by {facts['source']}; the driver was not asked"
+        remedy = f"pip install nvidia-ml-py, and check the driver: {facts['unasked']}"
+        measured = f"{count}, promised by {facts['source']}; the driver was not queried"
         return CheckJudgement("warn", measured, expected, "", "environment", remedy)
     return CheckJudgement("pass", f"{count} ({facts['source']})", expected, "GPUs")
 
 
 _REMEDIES: dict[FindingStatus, str] = {
     "fail": "drain the node; nvidia-smi -q says more",
-    "warn": "nvidia-smi shows who uses them and how warm they are",
+    "warn": "nvidia-smi shows their users and temperatures",
 }
 
 
 def _health(gpus: list[dict[str, Any]]) -> tuple[FindingStatus, list[str]]:
-    """The worst status, and the faults of that status."""
+    """The worst status, and its faults."""
     fails = [f"GPU {gpu['index']}: {fault}" for gpu in gpus for fault in _faults(gpu)]
     alike = {g["index"]: {k: g[k] for k in _ALIKE} for g in gpus}
     odd = unlike_most({str(index): row for index, row in alike.items()})
@@ -196,7 +194,7 @@ def _warnings(gpu: Mapping[str, Any]) -> list[str]:
 
 
 def compare(fleet: Fleet) -> Mapping[str, CheckJudgement]:
-    """Models of GPUs, driver, CUDA and NCCL: one that differs hangs or crashes in the first
+    """GPU models, driver, CUDA and NCCL: a node that differs hangs or crashes in the first
     collective."""
     torch = fleet.facts("torch_gpus")
     rows = {
@@ -226,8 +224,8 @@ GPUS = Check(
     "gpus",
     "fewer GPUs than expected, another model, one that does not answer, uncorrected memory errors, "
     "a pending or failed row remapping, an NVLink that is down, fewer PCIe lanes, a hardware "
-    "slowdown, a GPU unlike the others of its node; warns: thermal slowdown, processes or memory "
-    "in use, a driver that cannot be asked",
+    "slowdown, a GPU that differs from others of its node; warns: thermal slowdown, processes or "
+    "memory in use, a driver that cannot be queried",
     measure,
     judge,
     health=True,
@@ -236,7 +234,7 @@ GPUS = Check(
 )
 GPU_VERSIONS = Check(
     "gpu_versions",
-    "another GPU model, driver, CUDA or NCCL than on most nodes",
+    "GPU model, driver, CUDA or NCCL differ from most nodes",
     compare=compare,
     needs="gpus",
     limit="equal",

@@ -1,4 +1,4 @@
-"""The network interface that gloo and NCCL take, and the one that leads to the other nodes."""
+"""The network interface that gloo and NCCL use, and the one that leads to the other nodes."""
 
 import os
 import socket
@@ -9,13 +9,13 @@ from shakedown.preflight.checks.names import own_interfaces, resolve
 from shakedown.preflight.datatypes import Expectations, NodeFacts, ProbeRequest
 
 _VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
-_DISCARD_PORT = 9  # nothing is sent: connect() of a datagram socket only asks for the route
+_DISCARD_PORT = 9  # nothing is sent: connect() on a datagram socket only looks up the route
 
 
 def measure(request: ProbeRequest, node: str) -> NodeFacts:
-    """`chosen`: library -> interface, empty where there is none; `asked`: what its variable says.
+    """`chosen`: library -> interface, empty if none; `asked`: the value of its variable.
 
-    `routes`: interface -> other nodes that are reached by it.
+    `routes`: interface -> other nodes reached through it.
     """
     interfaces = own_interfaces()
     asked = {library: os.environ.get(name, "") for library, name in _VARIABLES.items()}
@@ -36,7 +36,7 @@ def measure(request: ProbeRequest, node: str) -> NodeFacts:
 
 
 def gloo_choice(interfaces: Mapping[str, Sequence[str]], own: Sequence[str], asked: str) -> str:
-    """GLOO_SOCKET_IFNAME, else the interface of the first address that the host's name has.
+    """GLOO_SOCKET_IFNAME, else the interface of the first address of the host's name.
 
     torch's ProcessGroupGloo::createDefaultDevice falls back to loopback.
     """
@@ -47,10 +47,10 @@ def gloo_choice(interfaces: Mapping[str, Sequence[str]], own: Sequence[str], ask
 
 
 def nccl_choice(interfaces: Mapping[str, Sequence[str]], asked: str) -> str:
-    """As NCCL's documentation of NCCL_SOCKET_IFNAME says.
+    """The choice according to NCCL's documentation of NCCL_SOCKET_IFNAME.
 
-    A list of prefixes; `^` in front excludes, `=` asks for whole names. By default interfaces
-    named ib come first, and docker*, then lo, last.
+    A list of prefixes; a leading `^` excludes, `=` means whole names. By default interfaces named
+    ib come first, and docker*, then lo, last.
     """
     usable = [name for name, group in interfaces.items() if group]
     if asked:
@@ -70,7 +70,7 @@ def _nccl_order(name: str) -> int:
 
 
 def _route(address: str, interfaces: Mapping[str, Sequence[str]]) -> str:
-    """The interface by which the kernel reaches an address; empty where it cannot."""
+    """The interface through which the kernel reaches an address; empty if it cannot."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, _DISCARD_PORT))
@@ -81,28 +81,30 @@ def _route(address: str, interfaces: Mapping[str, Sequence[str]]) -> str:
 
 
 def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:  # noqa: ARG001
-    """A variable that names no interface of this node ends the first collective."""
+    """A variable that names no interface of this node makes the first collective fail."""
     for library, name in _VARIABLES.items():
         if facts["asked"][library] and not facts["chosen"][library]:
-            measured = f"{name}={facts['asked'][library]} names no interface that is up"
+            measured = f"{name}={facts['asked'][library]} names no active interface"
             remedy = f"set it to one of {', '.join(facts['interfaces'])}"
             return CheckJudgement("fail", measured, "an interface of this node", "", "user", remedy)
     return CheckJudgement("pass", facts["chosen"], "an interface of this node")
 
 
 def compare(fleet: Fleet) -> Mapping[str, CheckJudgement]:
-    """On several machines: is what the libraries take the way to the other nodes?"""
+    """On several machines: do the libraries use the route to the other nodes?"""
     if fleet.machines < 2:
         return {}
     found = {}
     for node, facts in fleet.facts("interfaces").items():
         wrong = [
-            f"{library} takes {chosen or 'none'}"
+            f"{library} uses {chosen or 'none'}"
             for library, chosen in facts["chosen"].items()
-            # InfiniBand has networks of its own beside the route to NodeAddr.
+            # InfiniBand has its own networks beside the route to NodeAddr.
             if facts["routes"] and chosen not in facts["routes"] and not chosen.startswith("ib")
         ]
-        expected = f"the way to the other nodes: {', '.join(sorted(facts['routes'])) or 'unknown'}"
+        expected = (
+            f"the route to the other nodes: {', '.join(sorted(facts['routes'])) or 'unknown'}"
+        )
         usual = next(iter(facts["routes"]), "NAME")
         remedy = f"export GLOO_SOCKET_IFNAME={usual} NCCL_SOCKET_IFNAME={usual}, or fix /etc/hosts"
         found[node] = (
@@ -115,7 +117,7 @@ def compare(fleet: Fleet) -> Mapping[str, CheckJudgement]:
 
 INTERFACES = Check(
     "interfaces",
-    "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names no interface that is up",
+    "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names no active interface",
     measure,
     judge,
     health=True,
@@ -124,8 +126,8 @@ INTERFACES = Check(
 )
 ROUTES = Check(
     "routes",
-    "warns: several machines, and gloo or NCCL takes another interface (loopback, docker0) than "
-    "the one by which the kernel reaches the other nodes",
+    "warns: several machines, and gloo or NCCL uses another interface (loopback, docker0) than "
+    "the kernel's route to the other nodes",
     compare=compare,
     limit="the same",
     source="Debian's /etc/hosts (127.0.1.1); verl's issue 726",

@@ -5,7 +5,7 @@ import resource
 from shakedown.preflight.check import Check, CheckJudgement
 from shakedown.preflight.datatypes import Expectations, NodeFacts, ProbeRequest
 
-MIN_NOFILE = 4096  # 512 episodes at once hold about 2 descriptors each, twice over
+MIN_NOFILE = 4096  # twice the about 2 descriptors each of 512 concurrent episodes
 MIN_NPROC = 4096
 MIN_MEMLOCK_MB = 16 * 1024  # AWS's health check warns below 16 GiB: RDMA pins its buffers
 
@@ -26,19 +26,19 @@ def _soft(kind: int) -> int | None:
 
 
 def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:
-    """Open files and processes; locked memory where there are GPUs, for RDMA."""
+    """Open files and processes; with GPUs also locked memory, for RDMA."""
     least = {"nofile": MIN_NOFILE, "nproc": MIN_NPROC}
     if want.gpus:
         least["memlock_mb"] = MIN_MEMLOCK_MB
     low = {n: facts[n] for n, most in least.items() if facts[n] is not None and facts[n] < most}
     if not low:
         return CheckJudgement("pass", {name: facts[name] for name in least})
-    # 1024 is the usual default of Linux.
+    # 1024 is Linux's usual default.
     return CheckJudgement(
         "fail" if low.get("nofile", 1024) < 1024 else "warn",
         low,
         {name: f">= {least[name]}" for name in low},
-        remedy="raise the soft limit (ulimit) in the job, or the node's limits for Slurm's jobs",
+        remedy="raise the soft limit (ulimit) in the job, or the node's limits for Slurm jobs",
     )
 
 

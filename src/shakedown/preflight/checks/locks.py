@@ -1,4 +1,4 @@
-"""Whether a lock that one node holds is seen by the others: some mounts lock within a node only."""
+"""Whether other nodes see a lock that one node holds; some mounts lock only within a node."""
 
 import errno
 import fcntl
@@ -17,8 +17,9 @@ _POLL_SECONDS = 0.05
 
 
 def measure(request: ProbeRequest, node: str) -> NodeFacts:
-    """The first node locks a file, the others try to. `failed`: the errno of a lock that cannot be
-    taken at all, `taken`: a node got what the first one held, `unheld`: it was held too late."""
+    """The first node locks a file, and the others try to. `failed`: the errno if no lock can be
+    taken at all, `taken`: a node got the lock that the first one held, `unheld`: the first one held
+    it too late."""
     folder = marker_folder(request)
     make_folders(folder)
     deadline = time.monotonic() + request.limit / 2
@@ -33,7 +34,7 @@ def measure(request: ProbeRequest, node: str) -> NodeFacts:
             return {"failed": "", "taken": False, "unheld": False}
         unheld = not _wait(lambda: _left(folder, "@held"), deadline)
         taken = not unheld and _takes(handle)
-        # The first node writes this before it lets go: then what was taken was free.
+        # The first node writes this before it releases the lock: then a lock taken was free.
         unheld = unheld or (taken and _left(folder, "@released"))
         leave_file(folder, f"@tried-{node}", request.token)
         return {"failed": "", "taken": taken and not unheld, "unheld": unheld}
@@ -62,26 +63,26 @@ def _wait(condition: Callable[[], bool], deadline: float) -> bool:
 
 
 def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:  # noqa: ARG001
-    """A warning: runs work without, but caches that several nodes write may break."""
-    expected = "a lock of one node is seen by all"
+    """Only a warning: runs work without locks, but caches that several nodes write may break."""
+    expected = "all nodes see a lock that one holds"
     if facts["failed"]:
         remedy = "mount with locks (Lustre: flock; NFS: lockd), or keep HF_HOME off this mount"
         return CheckJudgement("warn", facts["failed"], expected, "", "environment", remedy)
     if facts["taken"]:
-        remedy = "mount with locks over all nodes (Lustre: flock instead of localflock)"
+        remedy = "mount with locks across nodes (Lustre: flock instead of localflock)"
         measured = "got a lock that another node holds"
         return CheckJudgement("warn", measured, expected, "", "environment", remedy)
     if facts["unheld"]:
         return CheckJudgement(
-            "skip", "the first node held no lock meanwhile: see `visibility`", expected
+            "skip", "the first node held no lock at that time: see `visibility`", expected
         )
     return CheckJudgement("pass", "seen", expected)
 
 
 LOCKS = Check(
     "locks",
-    "warns: the results folder takes no locks (flock), or a node gets one that another one holds. "
-    "Skipped where the first node's files are not seen in time",
+    "warns: the results folder supports no locks (flock), or a node gets one that another holds. "
+    "Skipped if the first node's files are not visible in time",
     measure,
     judge,
     limit="half of `--timeout`",

@@ -1,4 +1,4 @@
-"""What the machines have in common: kernel, C library, processors that the job may use."""
+"""The equality of machines: kernel, C library, CPUs that the job may use."""
 
 import os
 import platform
@@ -15,13 +15,13 @@ def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
         "boot_id": boot_id(),
         "kernel": platform.release(),
         "libc": " ".join(platform.libc_ver()),
-        # Those that this process may run on: Slurm may have bound it to some of the machine's.
+        # The CPUs that this process may use: Slurm may have bound it to some of the machine's.
         "cpus": len(os.sched_getaffinity(0)),
     }
 
 
 def compare(fleet: Fleet) -> Mapping[str, CheckJudgement]:
-    """Warn for a node that is not like most."""
+    """Warn about a node that differs from most."""
     rows = {
         node: {name: facts[name] for name in ("kernel", "libc", "cpus")}
         for node, facts in fleet.facts("machine").items()
@@ -37,7 +37,7 @@ def compare(fleet: Fleet) -> Mapping[str, CheckJudgement]:
 
 MACHINE = Check(
     "machine",
-    "warns: another kernel, C library or number of usable CPUs than most nodes have",
+    "warns: kernel, C library or number of usable CPUs differ from most nodes",
     measure,
     compare=compare,
     health=True,

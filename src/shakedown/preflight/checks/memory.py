@@ -7,7 +7,7 @@ import psutil
 from shakedown.preflight.check import Check, CheckJudgement
 from shakedown.preflight.datatypes import Expectations, NodeFacts, ProbeRequest
 
-MIN_FREE = 0.1  # share of what the job may use
+MIN_FREE = 0.1  # share of the memory that the job may use
 
 
 def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
@@ -21,7 +21,7 @@ def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
 
 
 def _cgroup_limit_mb() -> int | None:
-    """The tightest memory.max on the way from this process's group (cgroup v2) to the root."""
+    """The lowest memory.max from this process's group (cgroup v2) up to the root."""
     own = Path("/proc/self/cgroup").read_text().splitlines()
     # The line of cgroup v2: `0::/system.slice/slurmstepd.scope/job_7`.
     relative = next((line[3:] for line in own if line.startswith("0::")), "/")
@@ -35,21 +35,21 @@ def _cgroup_limit_mb() -> int | None:
 
 
 def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:  # noqa: ARG001
-    """Warn when little is available: someone else's processes are left on the node."""
+    """Warn if little is available: other processes are left on the node."""
     total = facts["limit_mb"] or facts["total_mb"]
-    # The kernel counts what is available on the machine, whatever the control group allows.
+    # The kernel counts the machine's available memory, whatever the control group allows.
     free = min(facts["available_mb"], total)
     least = round(total * MIN_FREE)
     if free < least:
         return CheckJudgement(
-            "warn", free, f">= {least}", "MB", "node", "look for left-over processes"
+            "warn", free, f">= {least}", "MB", "node", "look for leftover processes"
         )
     return CheckJudgement("pass", free, f">= {least}", "MB")
 
 
 MEMORY = Check(
     "memory",
-    "warns: little free memory, as processes of an earlier job are left",
+    "warns: little free memory, as when processes of an earlier job are left",
     measure,
     judge,
     health=True,

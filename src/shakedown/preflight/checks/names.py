@@ -1,4 +1,4 @@
-"""Names: what the host's name and the other nodes' names resolve to."""
+"""Names: the addresses of this host's name and of the other nodes' names."""
 
 import ipaddress
 import socket
@@ -11,7 +11,7 @@ from shakedown.preflight.datatypes import Expectations, NodeFacts, ProbeRequest
 
 
 def measure(request: ProbeRequest, node: str) -> NodeFacts:
-    """What the host's name and the other nodes resolve to, and this node's `own` addresses.
+    """The addresses of this host's name and of the other nodes, and this node's `own` addresses.
 
     `unresolved`: nodes whose address does not resolve, `nameless`: whose name does not.
     """
@@ -30,7 +30,7 @@ def measure(request: ProbeRequest, node: str) -> NodeFacts:
 
 
 def own_interfaces() -> dict[str, list[str]]:
-    """Interface that is up -> its IPv4 addresses."""
+    """Active interface -> its IPv4 addresses."""
     up = psutil.net_if_stats()
     return {
         name: [entry.address for entry in entries if entry.family == socket.AF_INET]
@@ -40,7 +40,7 @@ def own_interfaces() -> dict[str, list[str]]:
 
 
 def resolve(name: str) -> tuple[list[str], str | None]:
-    """(IPv4 and IPv6 addresses, why there is none)."""
+    """(IPv4 and IPv6 addresses, the reason if there are none)."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -49,7 +49,7 @@ def resolve(name: str) -> tuple[list[str], str | None]:
 
 
 def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:  # noqa: ARG001
-    """gloo and NCCL listen where the host's name points: it must point at this host."""
+    """gloo and NCCL listen on the address of the host's name, which must be one of this host."""
     measured, own = facts["addresses"], facts["own"]
     expected = f"{facts['hostname']} resolves to an address of this node"
     if not measured:
@@ -59,9 +59,9 @@ def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:  # noqa: ARG0
         )
     # A scope may follow the address: fe80::1%eth0.
     if any(ipaddress.ip_address(a.partition("%")[0]).is_link_local for a in measured):
-        remedy = "it is the wrong interface; fix DNS or set GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
+        remedy = "wrong interface: fix DNS, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         return CheckJudgement("fail", measured, expected, remedy=remedy)
-    # Of this node's own addresses only IPv4 is known (`measure`).
+    # Only IPv4 addresses of this node are known (`measure`).
     foreign = [a for a in measured if ":" not in a and a not in own and not _is_loopback(a)]
     if foreign and len(foreign) == len(measured):
         return CheckJudgement("fail", measured, f"one of {own}", remedy="fix DNS or /etc/hosts")
@@ -78,11 +78,11 @@ def _is_loopback(address: str) -> bool:
 
 
 def compare(fleet: Fleet) -> Mapping[str, CheckJudgement]:
-    """Names that scripts take for MASTER_ADDR; shakedown itself takes Slurm's NodeAddr."""
-    # On one machine all nodes are at hand, and a test cluster's names need not resolve.
+    """Names that scripts use as MASTER_ADDR; shakedown itself uses Slurm's NodeAddr."""
+    # On one machine all nodes are local, and a test cluster's names need not resolve.
     if fleet.machines < 2:
         return {}
-    remedy = "add the nodes to DNS or /etc/hosts, or take NodeAddr: scontrol show node NAME"
+    remedy = "add the nodes to DNS or /etc/hosts, or use NodeAddr: scontrol show node NAME"
     return {
         node: CheckJudgement("warn", facts["nameless"], "all resolve", "", "environment", remedy)
         if facts["nameless"]
@@ -93,13 +93,13 @@ def compare(fleet: Fleet) -> Mapping[str, CheckJudgement]:
 
 NAMES = Check(
     "names",
-    "the host's name does not resolve, resolves to 169.254.* or to no address of this node; "
+    "the host's name does not resolve, or resolves to 169.254.* or no address of this node; "
     "another node's NodeAddr does not resolve",
     measure,
     judge,
     health=True,
     limit="an address of the node",
-    source="verl's issue 726: gloo took 169.254.*",
+    source="verl's issue 726: gloo used 169.254.*",
 )
 NODE_NAMES = Check(
     "node_names",
@@ -107,5 +107,5 @@ NODE_NAMES = Check(
     "on another machine",
     compare=compare,
     limit="all",
-    source="scripts that set MASTER_ADDR to it",
+    source="scripts that use it as MASTER_ADDR",
 )

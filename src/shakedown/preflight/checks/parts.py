@@ -11,13 +11,13 @@ from shakedown.core.errors import ExitCode
 from shakedown.preflight.check import Check, CheckJudgement
 from shakedown.preflight.datatypes import Expectations, NodeFacts, ProbeRequest
 
-# Above this package: it knows how agents, rewards and sinks are loaded.
+# In a higher layer, as it knows how agents, rewards and sinks are loaded.
 _MODULE = "shakedown.training.try_part"
-_SHARE = 0.8  # of the check's limit, for all parts at once: so that the slow one is named
+_SHARE = 0.8  # share of the check's limit for all parts at once, so that the slow one is named
 
 
 def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
-    """`faults`: part -> what it said where it cannot be used, `raised`: where its own code did."""
+    """`faults`: part -> its error if it cannot be used, `raised`: if its own code raised."""
     want = request.want
     started = {" ".join(part): _start(part, want.model) for part in want.parts}
     deadline = time.monotonic() + request.limit * _SHARE
@@ -27,7 +27,7 @@ def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
             said = process.communicate(timeout=max(0.0, deadline - time.monotonic()))[1]
         except subprocess.TimeoutExpired:
             _end(process)
-            facts["faults"][part] = f"no end within {request.limit * _SHARE:g} s"
+            facts["faults"][part] = f"did not finish within {request.limit * _SHARE:g} s"
             continue
         if process.returncode:
             lines = said.strip().splitlines() or [f"ended with {process.returncode}"]
@@ -43,7 +43,7 @@ def _start(part: Sequence[str], model: str) -> subprocess.Popen[str]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        process_group=0,  # so that what it has started ends with it
+        process_group=0,  # so that its children end with it
     )
 
 
@@ -55,9 +55,9 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:
-    """Each must load; one whose own code raises may only dislike the made-up question."""
+    """Each must load; own code that raises may only dislike the made-up question."""
     expected = "imported and called once"
-    remedy = "the same here: python -m shakedown.training.try_part KIND NAME [KWARGS]"
+    remedy = "to reproduce: python -m shakedown.training.try_part KIND NAME [KWARGS]"
     if facts["faults"]:
         return CheckJudgement("fail", facts["faults"], expected, "", "user", remedy)
     if facts["raised"]:
@@ -68,7 +68,7 @@ def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:
 PARTS = Check(
     "parts",
     "the run's reward or agent cannot be imported or breaks its contract; a metrics sink lacks its "
-    "package or key (that it is set is asked, never the value); warns: reward or agent raise at a "
+    "package or key (only whether it is set is checked); warns: reward or agent raise on a "
     "made-up question",
     measure,
     judge,

@@ -15,7 +15,8 @@ _BLOCKS = 16  # of each file: 1 MiB, so that smaller ones are read whole
 
 
 def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
-    """Each given path: `files`, `bytes`, `digest` of names, sizes and blocks, or the `error`."""
+    """For each given path: `files`, `bytes`, `digest` of names, sizes and blocks, or the
+    `error`."""
     facts: dict[str, NodeFacts] = {}
     for text in request.want.paths:
         try:
@@ -29,7 +30,7 @@ def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
 def _read_tree(path: Path) -> NodeFacts:
     names = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     if not names:
-        raise OSError(errno.ENOENT, "no files in it")
+        raise OSError(errno.ENOENT, "contains no files")
     found = hashlib.sha256()
     total = 0
     for file in names:
@@ -47,17 +48,17 @@ def _read_tree(path: Path) -> NodeFacts:
 
 
 def sampled_blocks(size: int) -> list[int]:
-    """Where the blocks begin that are read of a file: the same on every node, first and last too.
+    """The start of each block to read: the same on every node, including the first and last block.
 
-    A whole large model would take minutes from a shared file system. Of a file whose bytes differ
-    everywhere one block shows it; one wrong block of many is not found.
+    Reading a whole large model from a shared file system would take minutes. One block reveals a
+    file whose bytes differ everywhere; one wrong block out of many is not found.
     """
     last = max(0, size - _BLOCK)
     return sorted({last * number // (_BLOCKS - 1) for number in range(_BLOCKS)})
 
 
 def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:  # noqa: ARG001
-    """Model and data files can be read."""
+    """Model and data files must be readable."""
     broken = {path: row["error"] for path, row in facts["paths"].items() if "error" in row}
     if broken:
         remedy = "put the files where every node can read them"
@@ -74,7 +75,7 @@ def compare(fleet: Fleet) -> Mapping[str, CheckJudgement]:
         rows = {node: row["paths"].get(path, {}) for node, row in facts.items()}
         digests = {node: row["digest"] for node, row in rows.items() if "digest" in row}
         usual, count = Counter(digests.values()).most_common(1)[0] if digests else ("", 0)
-        measured = f"{path}: other names, sizes or bytes than on {count} node(s)"
+        measured = f"{path}: names, sizes or bytes differ from {count} node(s)"
         for node in [n for n, digest in digests.items() if digest != usual]:
             expected, remedy = "the same files on every node", "copy the files again"
             found[node] = CheckJudgement("fail", measured, expected, "", "environment", remedy)
@@ -92,9 +93,9 @@ PATHS = Check(
 )
 SAME_FILES = Check(
     "same_files",
-    "a given path holds other files on one node than on most",
+    "a given path has different files on one node than on most",
     compare=compare,
     needs="paths",
-    limit="equal names, sizes and 16 sampled blocks of 64 KiB a file",
+    limit="equal names, sizes and 16 sampled blocks of 64 KiB per file",
     source="ours",
 )

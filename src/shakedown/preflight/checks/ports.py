@@ -1,4 +1,4 @@
-"""Ports that the run wants to listen on."""
+"""Ports that the run will listen on."""
 
 import socket
 
@@ -14,9 +14,9 @@ def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
 
 
 def _bind_fault(port: int) -> str | None:
-    """Why the port cannot be bound on all interfaces; None when it can."""
+    """Why the port cannot be bound on all interfaces; None if it can."""
     try:
-        # It sets SO_REUSEADDR: a port counts as free while its last connection is still closing.
+        # This sets SO_REUSEADDR: a port counts as free while its last connection is still closing.
         with socket.create_server(("", port)):
             return None
     # OverflowError: a port above 65535.
@@ -29,7 +29,7 @@ def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:  # noqa: ARG0
     if not facts["asked"]:
         return CheckJudgement("skip", expected="no ports were given", blame="none")
     if facts["taken"]:
-        remedy = "end what listens there (ss -ltnp) or choose other ports"
+        remedy = "stop the process that listens there (ss -ltnp), or choose other ports"
         return CheckJudgement("fail", facts["taken"], "free", "", "node", remedy)
     return CheckJudgement("pass", facts["asked"], "free")
 

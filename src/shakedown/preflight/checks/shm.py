@@ -7,13 +7,13 @@ from shakedown.preflight.datatypes import Expectations, NodeFacts, ProbeRequest
 
 
 def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
-    """`free_mb`: room for shared memory."""
+    """`free_mb`: free space for shared memory."""
     seen = os.statvfs("/dev/shm")  # noqa: S108
     return {"free_mb": round(seen.f_bavail * seen.f_frsize / 2**20, 1)}
 
 
 def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:
-    """Too little shared memory: bus errors in data loaders, vLLM and NCCL."""
+    """Too little shared memory causes bus errors in data loaders, vLLM and NCCL."""
     expected = f">= {want.min_shm_mb:g}"
     if facts["free_mb"] < want.min_shm_mb:
         remedy = "mount /dev/shm larger (containers: --shm-size), or remove stale files there"
@@ -23,10 +23,10 @@ def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:
 
 SHM = Check(
     "shm",
-    "too little room in /dev/shm",
+    "too little space in /dev/shm",
     measure,
     judge,
     health=True,
     limit="`min_shm_mb`, 64 MB",
-    source="Docker's default, with which NCCL and data loaders end in bus errors",
+    source="Docker's default, with which NCCL and data loaders crash with bus errors",
 )

@@ -1,4 +1,4 @@
-"""GPUs as torch sees them, in the job's environment: a child process imports it and computes."""
+"""GPUs as torch sees them in the job's environment: a child process imports torch and computes."""
 
 import json
 import subprocess
@@ -15,23 +15,23 @@ _EXTRA = "pip install 'slurm-shakedown[cuda]'"
 
 
 def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
-    """`version`, `cuda` and `nccl` of torch, `count` of GPUs, `failed`: what torch said."""
+    """`version`, `cuda` and `nccl` of torch, `count` of GPUs, `failed`: torch's error."""
     return _ask_torch(request.limit)
 
 
 def measure_speed(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
-    """`devices`: a row a GPU with its name and its rates; see preflight/torch_view.py."""
+    """`devices`: one row per GPU with its name and rates; see preflight/torch_view.py."""
     return _ask_torch(request.limit, "--speed", request.want.model)
 
 
 def _ask_torch(limit: float, *more: str) -> NodeFacts:
-    """What the child printed last.
+    """The facts in the child's last output.
 
     Raises:
-        RuntimeError: it printed nothing that can be read.
+        RuntimeError: it printed nothing readable.
     """
     command = [sys.executable, "-P", "-m", "shakedown.preflight.torch_view", *more]
-    # Its own limit, a little before the check's: so that the child's last words are told.
+    # Its own limit, a little before the check's, so that the child's last output is reported.
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
     lines = ended.stdout.strip().splitlines()
     try:
@@ -43,21 +43,21 @@ def _ask_torch(limit: float, *more: str) -> NodeFacts:
 
 
 def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:
-    """A driver with good GPUs is of no use to a torch that was built for CPUs."""
+    """Good GPUs are useless to a CPU build of torch."""
     expected = f">= {want.gpus} that compute"
     if facts["failed"] or facts["count"] < want.gpus:
         measured: Any = facts["failed"] or facts["count"]
-        remedy = "see CUDA_VISIBLE_DEVICES, and whether torch's CUDA fits the driver"
+        remedy = "check CUDA_VISIBLE_DEVICES, and whether torch's CUDA version fits the driver"
         if facts["version"] is None:
             measured, remedy = "torch is not installed", _EXTRA
         elif facts["cuda"] is None:
-            measured, remedy = f"torch {facts['version']} is built for CPUs", _EXTRA
+            measured, remedy = f"torch {facts['version']} is a CPU build", _EXTRA
         return CheckJudgement("fail", measured, expected, "", "environment", remedy)
     return CheckJudgement("pass", f"{facts['count']} (torch {facts['version']})", expected, "GPUs")
 
 
 def judge_speed(facts: NodeFacts, want: Expectations) -> CheckJudgement:  # noqa: ARG001
-    """Against the numbers of the model, and against the other GPUs of the node."""
+    """Compare with the model's numbers, and with the node's other GPUs."""
     rows = facts["devices"]
     if facts["failed"] or not rows:
         return CheckJudgement("error", facts["failed"] or "torch sees no GPU", "rates of each GPU")
@@ -73,7 +73,7 @@ def judge_speed(facts: NodeFacts, want: Expectations) -> CheckJudgement:  # noqa
         for number, row in enumerate(rows)
         if (model := model_of(row["name"])) and row["memory_gb_s"] < MIN_MEMORY_SHARE * model.memory
     ]
-    remedy = "look at clocks, heat, power and PCIe lanes; compare with a node that is good"
+    remedy = "check clocks, temperature, power and PCIe lanes; compare with a good node"
     if fails or warns:
         status, wrong = ("fail", fails) if fails else ("warn", warns)
         return CheckJudgement(status, wrong, "as fast as its model", "", "node", remedy)  # type: ignore[arg-type]
@@ -119,18 +119,18 @@ _NO_OUTLIER = ">= 95 % of the median, or within the usual spread"
 
 TORCH_GPUS = Check(
     "torch_gpus",
-    "torch, in the job's environment, is missing, is a build for CPUs, sees fewer GPUs than "
+    "torch, in the job's environment, is missing, is a CPU build, sees fewer GPUs than "
     "expected, or cannot compute on one",
     measure,
     judge,
     needs="gpus",
     limit="`gpus_per_node`",
-    source="CPU builds of torch beside a good nvidia-smi",
+    source="CPU builds of torch although nvidia-smi is fine",
 )
 GPU_SPEED = Check(
     "gpu_speed",
     "host-to-device or device-to-host transfers below the model's number, a GPU slower than the "
-    "others of its node (also at the model's own matrix products); warns: slow GPU memory",
+    "others of its node (also for the model's own matrix products); warns: slow GPU memory",
     measure_speed,
     judge_speed,
     tier="standard",

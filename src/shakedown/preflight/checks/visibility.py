@@ -12,15 +12,15 @@ from shakedown.preflight.check import Check, CheckJudgement, Fleet
 from shakedown.preflight.checks.files import marker_folder
 from shakedown.preflight.datatypes import NodeFacts, ProbeRequest
 
-# Stands for the machine that the command runs on; no node can have this name.
+# Represents the machine that the command runs on; no node can have this name.
 COMMAND = "@command"
 
 
 def measure(request: ProbeRequest, node: str) -> NodeFacts:
-    """Leave a file, then wait until all others' files can be read, and one's own.
+    """Write a file, then wait until all nodes' files, including this one, can be read.
 
-    Every node runs this at the same time. `listed`: nodes whose file appeared only after the
-    folder was listed (a cached "no such file", known from NFS).
+    Every node runs this at the same time. `listed`: nodes whose file appeared only after the folder
+    was listed (a cached "no such file", as on NFS).
     """
     folder = marker_folder(request)
     make_folders(folder)
@@ -29,20 +29,20 @@ def measure(request: ProbeRequest, node: str) -> NodeFacts:
 
 
 def leave_own(request: ProbeRequest) -> None:
-    """The file of the machine that the command runs on, before the nodes look for it."""
+    """Write the file of the command's machine, before the nodes look for it."""
     folder = marker_folder(request)
-    # On a full disk the nodes' own checks say what is wrong; they must get their turn.
+    # On a full disk the nodes' own checks report the fault; let them run.
     with contextlib.suppress(OSError):
         make_folders(folder)
         leave_file(folder, COMMAND, request.token)
 
 
 def look_from_here(request: ProbeRequest, answered: Collection[str]) -> NodeFacts:
-    """What the machine that the command runs on sees of the nodes' files, after they answered."""
+    """The nodes' files as seen by the command's machine, after the nodes answered."""
     names = {*answered, COMMAND}
     try:
         return _look(marker_folder(request), names, request)
-    except OSError:  # a folder that cannot be listed shows nobody's file
+    except OSError:  # a folder that cannot be listed shows no files
         return {"missing": sorted(names), "listed": []}
 
 
@@ -50,10 +50,11 @@ def _look(folder: Path, names: Collection[str], request: ProbeRequest) -> NodeFa
     begin = time.monotonic()
     missing = set(names)
     listed: set[str] = set()
-    # Not the whole limit: past it the check would be ended without an answer.
+    # Not the whole limit, or the check would be ended without an answer.
     while missing and time.monotonic() - begin < request.limit * 0.75:
         missing -= {name for name in missing if _reads(folder / f"seen-{name}", request.token)}
-        # Not at once: listing the folder ends NFS's cached "no such file", which is to be found.
+        # Not immediately, as listing the folder clears NFS's cached "no such file", which must be
+        # found.
         if missing and time.monotonic() - begin > request.limit / 4:
             present = os.listdir(folder)
             listed |= {name for name in missing if f"seen-{name}" in present}
@@ -69,14 +70,14 @@ def _reads(path: Path, token: str) -> bool:
 
 
 def leave_file(folder: Path, name: str, token: str) -> None:
-    """The file of one node, which appears whole."""
+    """Write one node's file atomically."""
     temporary = folder / f".seen-{name}"
     temporary.write_text(token)
     temporary.replace(folder / f"seen-{name}")
 
 
 def compare(fleet: Fleet) -> Mapping[str, CheckJudgement]:
-    """Who does not see whose file. Nodes without a report left none and are left out."""
+    """Which node does not see whose file. Nodes without a report are left out."""
     facts = fleet.facts("visibility")
     if fleet.sees:
         facts[COMMAND] = fleet.sees
@@ -86,7 +87,7 @@ def compare(fleet: Fleet) -> Mapping[str, CheckJudgement]:
     found = {}
     for node, row in facts.items():
         hidden = node in unseen_by[node] or 0 < others == len(unseen_by[node])
-        # blind to a node that nobody sees: that is the other node's fault
+        # not seeing a node that nobody sees is the other node's fault
         blind = [m for m in unseen[node] if len(unseen_by[m]) < others or hidden]
         name = _CALLED if node == COMMAND else node
         found[name] = _judged(unseen_by[node] if hidden else [], blind, row["listed"])
@@ -101,13 +102,13 @@ def _judged(unseen_by: list[str], blind: list[str], late: list[str]) -> CheckJud
     blame: Blame = "node"
     measured, remedy = "sees all", "is the results folder on the shared file system?"
     if unseen_by:
-        status, measured = "fail", f"its file is not seen by {_listed(unseen_by)}"
+        status, measured = "fail", f"its file is not visible on {_listed(unseen_by)}"
     elif blind:
-        status, measured = "fail", f"does not see files of {_listed(blind)}"
+        status, measured = "fail", f"cannot see the files of {_listed(blind)}"
     elif late:
         status, blame, measured = "warn", "environment", f"only after `ls`: {_listed(late)}"
         remedy = "mount with lookupcache=positive, or run with Snakemake's latency-wait"
-    expected = "every node's file seen by all"
+    expected = "every node's file is visible on all"
     return CheckJudgement(status, measured, expected, "", blame, remedy if status != "pass" else "")
 
 
@@ -117,8 +118,8 @@ def _listed(names: list[str]) -> str:
 
 VISIBILITY = Check(
     "visibility",
-    "a file that one node, or the submitting machine, wrote is not seen by another; warns: it "
-    "appears only after a listing (NFS)",
+    "a file written by one node, or the submitting machine, is not visible on another; warns: "
+    "it appears only after a listing (NFS)",
     measure,
     compare=compare,
     limit="three quarters of `--timeout`",

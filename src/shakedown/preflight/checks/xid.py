@@ -1,4 +1,4 @@
-"""XID errors: what the NVIDIA driver wrote about its GPUs into the kernel's log."""
+"""XID errors: messages of the NVIDIA driver about its GPUs in the kernel log."""
 
 import re
 import subprocess
@@ -8,22 +8,24 @@ from pathlib import Path
 from shakedown.preflight.check import Check, CheckJudgement
 from shakedown.preflight.datatypes import Expectations, NodeFacts, ProbeRequest
 
-RECENT_HOURS = 2.0  # AzNHC's: an older one was dealt with, and must not drain the node for ever
-# Both print `[12345.678901]`, seconds since the machine started, before each line.
+RECENT_HOURS = (
+    2.0  # AzNHC's value: an older error was dealt with, and must not drain the node forever
+)
+# Both print `[12345.678901]`, seconds since boot, before each line.
 _LOGS = (("dmesg",), ("journalctl", "--dmesg", "--output=short-monotonic", "--no-pager", "--quiet"))
 _LINE = re.compile(r"\[\s*(\d+\.\d+)\].*?NVRM: Xid \(([^)]*)\): (\d+)(.*)")
 # AWS's grades, after NVIDIA's catalogue of XID errors for driver r590: "restart bare metal", and
-# "reset GPU" with the two that a workflow decides (48, 74).
+# "reset GPU" with the two that need a decision (48, 74).
 ISOLATE = frozenset({79})
 RESET = frozenset({48, 64, 74, 95, 119, 120, 143})
 IGNORED = frozenset({43, 63, 92})
-# An application's own faults, unless they come often: AWS resets the GPU from the fifth on.
+# An application's own faults, unless frequent: AWS resets the GPU from the fifth on.
 APPLICATION = frozenset({13, 31})
 OFTEN = 5
 
 
 def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
-    """`errors`: [code, PCI bus, hours ago, text], `unreadable`: why there is no log to read."""
+    """`errors`: [code, PCI bus, hours ago, text], `unreadable`: why the log cannot be read."""
     uptime = float(Path("/proc/uptime").read_text().split()[0])
     said = "no dmesg and no journalctl here"
     for command in _LOGS:
@@ -48,9 +50,9 @@ def parse_xids(text: str, uptime: float) -> list[list[object]]:
 
 
 def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:  # noqa: ARG001
-    """Those of the last two hours, by AWS's grades."""
+    """The errors of the last two hours, by AWS's grades."""
     if facts["unreadable"]:
-        remedy = "run it as root, or: sysctl kernel.dmesg_restrict=0"
+        remedy = "run preflight as root, or: sysctl kernel.dmesg_restrict=0"
         return CheckJudgement("skip", facts["unreadable"], "the kernel's log", remedy=remedy)
     recent = [row for row in facts["errors"] if row[2] <= RECENT_HOURS and row[0] not in IGNORED]
     count = Counter(row[0] for row in recent)
@@ -64,20 +66,20 @@ def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:  # noqa: ARG0
         )
         return CheckJudgement("fail", told, expected, remedy=remedy)
     if recent:
-        remedy = "an application's fault, or one to watch: nvidia-smi -q"
+        remedy = "an application error, or one to watch: nvidia-smi -q"
         return CheckJudgement("warn", told, expected, "", "user", remedy)
     return CheckJudgement("pass", "none", expected)
 
 
 XID = Check(
     "xid",
-    "the driver told of a GPU that needs a reset or a reboot (XID 48, 64, 74, 79, 95, 119, 120, "
-    "143, or five of 13 and 31); warns: any other but 43, 63 and 92. Skipped where the kernel's "
+    "the driver reported a GPU that needs a reset or a reboot (XID 48, 64, 74, 79, 95, 119, 120, "
+    "143, or five of 13 and 31); warns: any other except 43, 63 and 92. Skipped if the kernel "
     "log cannot be read",
     measure,
     judge,
     needs="gpus",
     health=True,
     limit="within 2 hours",
-    source="AWS's health check, after NVIDIA's catalogue for r590; AzNHC (2 hours)",
+    source="AWS's health check, based on NVIDIA's catalogue for r590; AzNHC (2 hours)",
 )
