@@ -265,8 +265,8 @@ _JOURNAL = """
 import sys
 from pathlib import Path
 from entries import entry
-from snakemake_executor_plugin_submitit.journal import Journal, name_ending
-journal, number = Journal(Path(sys.argv[1])), 0
+from snakemake_executor_plugin_submitit.journal import JobJournal, name_ending
+journal, number = JobJournal(Path(sys.argv[1])), 0
 while True:
     number += 1
     name = f"job{number}{name_ending(journal.run, 1)}"

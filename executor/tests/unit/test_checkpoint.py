@@ -16,8 +16,8 @@ from snakemake_executor_plugin_submitit.node import read_result
 RUN = """
 import sys
 from pathlib import Path
-from snakemake_executor_plugin_submitit.node import Work, run_job
-run_job(sys.argv[1], Work(int(sys.argv[3]), "USR2"), Path(sys.argv[2]))
+from snakemake_executor_plugin_submitit.node import BatchWork, run_job
+run_job(sys.argv[1], BatchWork(int(sys.argv[3]), "USR2"), Path(sys.argv[2]))
 """
 # Saves and leaves on the warning, as a stage of a training does.
 SAVES = "trap 'echo saved > saved; exit 75' USR2; touch up; while :; do sleep 0.1; done"

@@ -26,8 +26,8 @@ DEAD_RUN = """
 import sys
 from pathlib import Path
 from entries import entry
-from snakemake_executor_plugin_submitit.journal import Journal, name_ending
-journal = Journal(Path(sys.argv[1]))
+from snakemake_executor_plugin_submitit.journal import JobJournal, name_ending
+journal = JobJournal(Path(sys.argv[1]))
 for name, ids in (("a", ["7_0", "7_1"]), ("b", ["8"]), ("lost", [])):
     full = f"{name}{name_ending(journal.run, 1)}"
     journal.batch(full, "")

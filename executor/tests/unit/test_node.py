@@ -16,8 +16,8 @@ from snakemake_executor_plugin_submitit.node import BatchWork, JobResult, read_r
 RUN = """
 import os, sys
 from pathlib import Path
-from snakemake_executor_plugin_submitit.node import Work, run_job
-run_job(os.environ.pop("COMMAND"), Work(), Path(sys.argv[1]))
+from snakemake_executor_plugin_submitit.node import BatchWork, run_job
+run_job(os.environ.pop("COMMAND"), BatchWork(), Path(sys.argv[1]))
 """
 # A Snakefile's own view of all processes, and of its config.
 LISTS_COMMAND_LINES = """

@@ -1,4 +1,4 @@
-"""Whether a mismatch costs anything: both sides answer the same rows, and a reward judges them."""
+"""The cost of a mismatch: both sides answer the same rows, and a reward judges them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,16 +8,16 @@ from typing import Any
 from shakedown.consistency.compare import Metric
 from shakedown.core.verdict import Finding
 
-# Rewards of (completion, answer, row); None where the reward failed.
+# Reward of (completion, answer, row); None if the reward failed.
 RewardOf = Callable[[Sequence[tuple[str, str, Mapping[str, Any]]]], Sequence[float | None]]
 
-_FULL = 1.0  # a reward from here on counts as right
-_UNLIKELY = 0.01  # p below which two accuracies differ by more than chance
+_FULL = 1.0  # rewards from here on count as right
+_UNLIKELY = 0.01  # p-value below which two accuracies differ by more than chance
 
 
 @dataclass
 class Paired:
-    """How often each side was right on the same rows."""
+    """How often each side answered the same rows correctly."""
 
     both: int = 0
     engine_only: int = 0
@@ -31,7 +31,7 @@ class Paired:
 
     @property
     def engine(self) -> Metric:
-        """Share of rows that the engine has right, with its interval."""
+        """The engine's share of right answers, with its interval."""
         return wilson(self.both + self.engine_only, self.rows)
 
     @property
@@ -40,11 +40,11 @@ class Paired:
 
     @property
     def p(self) -> float:
-        """Of the difference, by McNemar's test."""
+        """The p-value of the difference, by McNemar's test."""
         return mcnemar(self.engine_only, self.reference_only)
 
     def add(self, engine: float | None, reference: float | None) -> None:
-        """Count one row by both sides' rewards."""
+        """Count one row with both sides' rewards."""
         self.failed += (engine is None) + (reference is None)
         ours, theirs = ((reward or 0.0) >= _FULL for reward in (engine, reference))
         self.both += ours and theirs
@@ -70,7 +70,7 @@ def wilson(right: int, rows: int) -> Metric:
 
 
 def mcnemar(first: int, second: int) -> float:
-    """p, two-sided, of rows that one side alone has right, `first` and `second` times.
+    """The two-sided p-value of rows that only one side answered right, `first` and `second` times.
 
     The exact form of McNemar's test (Psychometrika 12 (1947), 153-157): without a difference each
     of the n = first + second rows falls to either side like a coin, so that p is twice the
@@ -93,7 +93,7 @@ def accuracy_metrics(paired: Mapping[str, Paired]) -> dict[str, float]:
 
 
 def accuracy_findings(paired: Mapping[str, Paired]) -> list[Finding]:
-    """A difference beyond chance is a warning: the log-probabilities say where it comes from."""
+    """Warn about a difference beyond chance; the log-probabilities show its origin."""
     return [_finding(name, counts) for name, counts in paired.items()]
 
 
@@ -106,11 +106,11 @@ def _finding(name: str, counts: Paired) -> Finding:
         scope="sample",
         subject=f"{name} completions",
         measured=f"engine {_share(counts.engine)}, reference {_share(counts.reference)} of "
-        f"{counts.rows} rows; {counts.engine_only} right in the engine alone, "
-        f"{counts.reference_only} in the reference alone, p {counts.p:.2g}{failed}",
+        f"{counts.rows} rows; {counts.engine_only} right only in the engine, "
+        f"{counts.reference_only} only in the reference, p {counts.p:.2g}{failed}",
         expected=f"no difference: p >= {_UNLIKELY:g} (McNemar, exact)",
         blame="environment" if unlikely else "user" if counts.failed else "none",
-        remedy="one side stops, samples or computes otherwise: the factor table says which"
+        remedy="one side stops, samples or computes differently: see the factor table"
         if unlikely
         else "",
     )
@@ -121,9 +121,9 @@ def _share(metric: Metric) -> str:
 
 
 def cmp_rollout(engine: str, greedy: Paired) -> str:
-    """The two lines that AReaL's examples/docs/debug/cmp_rollout.py prints, of greedy answers.
+    """The two lines of AReaL's examples/docs/debug/cmp_rollout.py, for greedy answers.
 
-    That script knows SGLang alone; another engine's name stands in the same columns.
+    That script only knows SGLang; another engine's name takes the same columns.
     """
     name = {"sglang": "SGLang", "vllm": "vLLM"}.get(engine, engine)
     return (

@@ -10,11 +10,13 @@ from shakedown.consistency.plan import ComparisonPlan
 from shakedown.consistency.samples import ComparedCompletion
 from shakedown.consistency.score import Reference
 
-Rewards = dict[str, tuple[float | None, float | None]]  # by pass: the engine's, the reference's
+Rewards = dict[
+    str, tuple[float | None, float | None]
+]  # by pass: rewards of the engine and of the reference
 
 
 def answer_of(row: Mapping[str, Any]) -> str | None:
-    """The answer of a data row, where it has one that a reward can take."""
+    """The answer of a data row, if it has one that a reward can take."""
     answer = row.get("answer")
     usable = isinstance(answer, str | int | float) and not isinstance(answer, bool)
     return str(answer) if usable else None
@@ -27,7 +29,7 @@ def judge_answers(
     journal: PartJournal,
     paired: Mapping[str, Paired],
 ) -> None:
-    """Count every row with an answer that the engine completed, by its greedy and sampled answer.
+    """Count every completed row with an answer, for greedy and sampled answers.
 
     Raises:
         UsageError, LaunchError: the reward cannot be used.
@@ -49,7 +51,7 @@ def judge_answers(
 def _rewards(
     plan: ComparisonPlan, reference: Reference, completions: Sequence[ComparedCompletion], name: str
 ) -> list[tuple[float | None, float | None]]:
-    """Rewards of engine and reference by row; both sides' tokens become text in the same way."""
+    """Rewards of engine and reference by row; both sides' tokens are decoded in the same way."""
     if not completions or plan.reward is None:
         return []
     made = reference.generate(

@@ -1,8 +1,8 @@
-"""Metrics with bootstrap intervals from sums of each sample: memory does not grow with resamples.
+"""Metrics with bootstrap intervals, from sums per sample: memory does not grow with resamples.
 
-A sample leaves one row of sums and one float64 a token (for the 99th percentile); a resample is a
+A sample leaves one row of sums and one float64 per token (for the 99th percentile); a resample is a
 weighted sum of the rows. Intervals: the percentile interval of Efron and Tibshirani, An
-Introduction to the Bootstrap, chapter 13. Samples, not tokens, are drawn again: tokens of one
+Introduction to the Bootstrap, chapter 13. Samples are resampled, not tokens, as the tokens of one
 completion are not independent.
 """
 
@@ -15,21 +15,21 @@ import numpy.typing as npt
 
 from shakedown.consistency.compare import MEANS, METRICS, Aligned, Array, Metric
 
-# Columns of a sample's row: the terms of the means, then what the other metrics are made of.
+# Columns of a sample's row: the terms of the means, then those of the other metrics.
 _COLUMNS = (*MEANS, "tokens", "w", "ww", "p", "q", "pp", "qq", "pq")
-_LEVEL = 0.99  # of p99_abs_dlogp
-# Of products of probabilities in float64: what is left of a variance below this is rounding.
+_LEVEL = 0.99  # the percentile of p99_abs_dlogp
+# For products of probabilities in float64: a variance below this is rounding.
 _ROUNDING = 1e-13
 
 
 class SampleSums:
-    """Takes samples one by one, then gives every metric of `METRICS` with its interval."""
+    """An accumulator of samples that gives every metric of `METRICS` with its interval."""
 
     def __init__(self) -> None:
         self._rows: list[Array] = []
         self._largest: list[float] = []
         self._sizes = array("d")  # |t - g| of every token, sample after sample
-        # Probabilities are counted from the first token's: their squares then cancel less.
+        # Probabilities are relative to the first token's, so that their squares cancel less.
         self._origin: tuple[float, float] | None = None
 
     @property
@@ -38,11 +38,11 @@ class SampleSums:
 
     @property
     def samples(self) -> int:
-        """Those that have a token."""
+        """The number of samples with a token."""
         return len(self._rows)
 
     def add(self, sample: Aligned) -> None:
-        """Add the tokens of one sample; one without any is not counted."""
+        """Add the tokens of one sample; an empty sample is not counted."""
         if not len(sample.t):
             return
         p, q, w = np.exp(sample.t), np.exp(sample.g), np.exp(sample.r)
@@ -72,7 +72,7 @@ class SampleSums:
         }
 
     def _draws(self, seed: int, resamples: int) -> Iterator[npt.NDArray[np.int64]]:
-        """How often each sample is drawn, shape [samples], once a resample."""
+        """How often each sample is drawn, shape [samples], for each resample."""
         generator = np.random.default_rng(seed)
         for _ in range(resamples):
             draw = generator.integers(0, self.samples, self.samples)
@@ -81,7 +81,7 @@ class SampleSums:
     def _values(
         self, counts: npt.NDArray[np.int64], rows: Array, tail: "_TailSamples"
     ) -> dict[str, float]:
-        """Every metric of one resample; `counts`: how often it has each sample."""
+        """Every metric of one resample; `counts`: how often it contains each sample."""
         sums = dict(zip(_COLUMNS, map(float, counts @ rows), strict=True))
         n = sums["tokens"]
         values = {name: sums[name] / n for name in MEANS}
@@ -94,7 +94,7 @@ class SampleSums:
 
 
 class _TailSamples:
-    """Tokens by |t - g|, ascending: for percentiles of drawn samples."""
+    """Tokens sorted by |t - g|, for percentiles of drawn samples."""
 
     def __init__(self, sums: SampleSums) -> None:
         sizes = np.frombuffer(sums._sizes, np.float64)
@@ -104,7 +104,7 @@ class _TailSamples:
         self._sample = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[order]
 
     def percentile(self, counts: npt.NDArray[np.int64]) -> float:
-        """As np.percentile over the drawn tokens; `counts`: how often each sample was drawn."""
+        """Like np.percentile over the drawn tokens; `counts`: how often each sample was drawn."""
         reached = np.cumsum(counts[self._sample])
         place = _LEVEL * (int(reached[-1]) - 1)
         low, high = np.searchsorted(reached, [np.floor(place), np.ceil(place)], side="right")
@@ -125,13 +125,13 @@ def divergence_rate(
 
 
 def interval(value: float, drawn: Array) -> Metric:
-    """`value` with the middle 95 % of what the resamples gave."""
+    """`value` with the middle 95 % of the resamples."""
     low, high = np.percentile(drawn, [2.5, 97.5])
     return Metric(value, float(low), float(high))
 
 
 def _pearson(sums: Mapping[str, float], mean_abs_dprob: float) -> float:
-    """As `compare.pearson`: constant probabilities count as 1 where both sides have the same."""
+    """As `compare.pearson`: equal constant probabilities count as 1."""
     n = sums["tokens"]
     spread_p = sums["pp"] - sums["p"] ** 2 / n
     spread_q = sums["qq"] - sums["q"] ** 2 / n

@@ -35,8 +35,8 @@ class Aligned:
         t: reference log-probabilities in nats, shape [N].
         g: engine log-probabilities in nats, shape [N].
         sample: the sample each token belongs to, shape [N].
-        position: place of the token in its completion from 0, shape [N].
-        missing: tokens left out because a side gave no finite number.
+        position: position of the token in its completion, from 0, shape [N].
+        missing: tokens left out because a side has no finite number.
     """
 
     t: Array
@@ -61,7 +61,7 @@ class Aligned:
 
 
 def align(reference: Sequence[Array], engine: Sequence[Array]) -> Aligned:
-    """Join per-sample arrays; tokens without a finite number on a side are counted, not compared.
+    """Join per-sample arrays; tokens without finite numbers on both sides are only counted.
 
     Raises:
         ValueError: a sample has different lengths on the two sides.
@@ -125,7 +125,7 @@ def mean_abs_dprob(a: Aligned) -> float:
 
 
 def pearson(a: Aligned) -> float:
-    """Correlation of the probabilities; 1 where both are the same constant, else 0."""
+    """Correlation of the probabilities; for constants 1 if they are equal, else 0."""
     p, q = np.exp(a.t), np.exp(a.g)
     p, q = p - p.mean(), q - q.mean()
     scale = float(np.sqrt(np.sum(p * p) * np.sum(q * q)))
@@ -136,12 +136,12 @@ def pearson(a: Aligned) -> float:
 
 def ess(a: Aligned) -> float:
     """Kish's effective sample size as a share: 1 / mean(w^2), w = ratio / mean(ratio)."""
-    w = np.exp(a.r - np.max(a.r))  # the scale falls out; this one cannot overflow
+    w = np.exp(a.r - np.max(a.r))  # the scale cancels; this form cannot overflow
     return float(np.mean(w) ** 2 / np.mean(w * w))
 
 
 def chi2(a: Aligned) -> float:
-    """Mean of ratio^2, less 1: estimates the chi-squared divergence of reference and engine."""
+    """Mean of ratio^2, minus 1: estimates the chi-squared divergence of reference and engine."""
     return float(np.mean(np.exp(2 * a.r)) - 1)
 
 

@@ -1,7 +1,7 @@
 """The engine side: generate from text with log-probabilities, score given tokens by prefill.
 
-Prompts go out as text where the server can say which token ids it made of them: that is how agents
-ask, and a chat template that differs between trainer and server shows itself only then.
+Prompts are sent as text if the server can report their token ids: agents do the same, and only then
+    a chat template that differs between trainer and server shows.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _CONNECT = 30.0  # seconds
 
 
 async def find_engine(url: str, *, model: str = "", api_key: str = "") -> tuple[str, str]:
-    """Ask a server what it is and what it serves: (engine name, model name).
+    """Ask a server for its (engine name, model name).
 
     Raises:
         ServerError: it does not answer, or serves no model.
@@ -52,7 +52,7 @@ async def generate(
         return await _from_text(client, prompt, max_tokens=max_tokens, temperature=temperature)
     if prompt.images:
         raise UsageError(
-            f"data row {prompt.index + 1} has images: they are compared with vLLM only"
+            f"data row {prompt.index + 1} has images: images can be compared only with vLLM"
         )
     (found,) = await client.generate(prompt.ids, max_tokens=max_tokens, temperature=temperature)
     numbers, bad = read_logprobs(found.logprobs)
@@ -69,7 +69,7 @@ async def generate_all(
     temperature: float,
     concurrency: int,
 ) -> Generated:
-    """Generate for every prompt that has no row in the journal, `concurrency` at once.
+    """Generate for every prompt without a row in the journal, `concurrency` at once.
 
     Single refusals are collected.
 
@@ -110,7 +110,7 @@ async def prefill_all(
 ) -> tuple[dict[int, list[float]], str]:
     """The engine's own scores [T] of each completion in one pass, at temperature 1, unchecked.
 
-    By sample; and why some are missing. After the first refusal it is not asked again.
+    Returns them by sample, and why some are missing. After the first refusal it is not asked again.
 
     Raises:
         ServerError: the server is gone.
@@ -124,7 +124,7 @@ async def prefill_all(
         number, ids = completion.prompt.index, completion.token_ids
         known = recalled(journal, number, "prefill", lambda row: list(row["logprobs"]))
         async with gate:
-            # Ids alone would be scored without the images.
+            # Ids would be scored without the images.
             if known is None and not fault and not completion.prompt.images:
                 try:
                     known = await client.score(completion.prompt.ids, ids)
@@ -141,16 +141,16 @@ async def prefill_all(
 
 
 async def see_alive(client: Client) -> None:
-    """Single refusals are told and passed over; after the server's death nothing is judged.
+    """Single refusals are reported and skipped; if the server is gone nothing is judged.
 
     Raises:
-        ServerError: it answers nothing any more.
+        ServerError: it no longer answers.
     """
     await client.send(Request(MODELS, method="GET"), within=_CONNECT)
 
 
 async def server_text(client: Client, ids: Sequence[int]) -> str:
-    """The text of prompt ids by the server's own tokenizer; empty where it does not say.
+    """The text of prompt ids by the server's own tokenizer; empty if not available.
 
     By `echo` of OpenAI's completions: the guard of our own servers lets no /detokenize through.
     """

@@ -1,4 +1,4 @@
-"""What a comparison is judged by, and which measured factor a difference comes from."""
+"""The explanation of a comparison: its limits, and the measured factor that causes a difference."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -17,10 +17,10 @@ from shakedown.core.verdict import Finding, status_of
 
 @dataclass(frozen=True)
 class ExplainedDifference:
-    """Limits by the measured noise, the factor table, what it says, and how long it took.
+    """Limits from the measured noise, the factor table, its conclusion, and the time it took.
 
-    `unexplained`: the comparison does not pass, and no factor accounts for it. `layer` was looked
-    for where that is so, or the weights account for it.
+    `unexplained`: the comparison does not pass, and no factor accounts for it. `layer` is searched
+        for then, or if the weights account for it.
     """
 
     chosen: ChosenLimits
@@ -41,7 +41,8 @@ def explain(
     metrics: Mapping[str, Metric],
     progress: SayProgress,
 ) -> ExplainedDifference:
-    """Measure the noise and the cheap factors; the deep ones where the comparison does not pass."""
+    """Measure the noise and the cheap factors; the deep ones only if the comparison does not
+    pass."""
     begin = time.monotonic()
     bench = factors.Bench(plan, reference, shown)
     progress(f"noise floor, of {len(bench.samples)} samples")
@@ -89,7 +90,7 @@ def explain(
 def _sentence(
     rows: Sequence[FactorRow], whole: float, layer: LayerFinding | None, fault: Finding | None
 ) -> str:
-    """`fault`: one that is not in the compared numbers, such as weights that came after them."""
+    """`fault`: a factor outside the compared numbers, such as weights loaded after them."""
     if fault:
         return f"{fault.check.removeprefix('factor_')}: {fault.measured}"
     said = factors.explanation(rows, whole)

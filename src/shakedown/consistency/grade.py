@@ -1,4 +1,4 @@
-"""Thresholds of rollout consistency and the judgement by them (pure)."""
+"""Limits of rollout consistency, and the judgement by them (pure)."""
 
 import math
 from collections.abc import Mapping
@@ -12,22 +12,22 @@ from shakedown.core.verdict import Finding, FindingStatus
 
 @dataclass(frozen=True)
 class GradeLimits:
-    """At most `good` passes, at most `poor` warns, above it fails."""
+    """A metric's limits: up to `good` passes, up to `poor` warns, above it fails."""
 
     good: float
     poor: float
 
 
-# NeMo-RL asserts 1.05 for token_mult_prob_error and documents 1e-3 for KL; verl calls a
-# probability difference of 0.005 fine and of 0.01 bad. Dense models in bf16 show a k3 of 6.4e-4
-# (Qwen3-8B) and |dlogp| of 0.011 (Qwen3-4B); a 30B mixture of experts 1.5e-3.
+# NeMo-RL asserts 1.05 for token_mult_prob_error and documents 1e-3 for KL; verl calls a probability
+# difference of 0.005 fine and of 0.01 bad. Dense models in bf16 show a k3 of 6.4e-4 (Qwen3-8B) and
+# |dlogp| of 0.011 (Qwen3-4B); a 30B mixture of experts 1.5e-3.
 _DENSE: Mapping[str, GradeLimits] = {
     "k3": GradeLimits(1e-3, 2e-3),
     "token_mult_prob_error": GradeLimits(1.02, 1.05),
     "mean_abs_dlogp": GradeLimits(0.025, 0.05),
     "mean_abs_dprob": GradeLimits(0.005, 0.01),
 }
-# Routing and quantisation move single tokens further: the KL limits are doubled.
+# Routing and quantisation move single tokens further, so the KL limits are doubled.
 _DOUBLED: Mapping[str, GradeLimits] = {**_DENSE, "k3": GradeLimits(2e-3, 4e-3)}
 # True on-policy: both sides run the same kernels (slime's aligned mode asks for 1e-6).
 _STRICT: Mapping[str, GradeLimits] = {
@@ -44,13 +44,13 @@ GRADES: Mapping[str, Mapping[str, GradeLimits]] = {
 }
 # Two sides in float32, a tiny Qwen3 in vLLM and transformers: mean |dlogp| 2e-6, largest 1.3e-5.
 _EXACT = 1e-4  # nats
-_ROOM = 4.0  # a mean may be this many times the noise floor that was measured
-_POOR = 5.0  # times what passes, above which two sides in float32 fail
+_ROOM = 4.0  # a mean may be this many times the measured noise floor
+_POOR = 5.0  # multiple of the passing limit above which two float32 sides fail
 
 
 @dataclass(frozen=True)
 class ChosenLimits:
-    """The limits that a comparison is judged by, and in words where they come from."""
+    """The limits of a comparison, and their source in words."""
 
     limits: Mapping[str, GradeLimits]
     source: str
@@ -65,11 +65,11 @@ def choose_limits(
     floor: float,
     experts: bool = False,
 ) -> ChosenLimits:
-    """The limits of a grade; of `auto` those that the two number formats and the noise ask for.
+    """The limits of a grade; for `auto` those that fit the two dtypes and the noise.
 
     Args:
-        reference, engine: dtypes; the engine's is empty where it does not tell it.
-        floor: noise that was measured: mean |dlogp| of a side against itself, nats.
+        reference, engine: dtypes; the engine's is empty if unknown.
+        floor: the measured noise: mean |dlogp| of a side against itself, in nats.
         experts: whether the model is a mixture of experts.
 
     Raises:
@@ -82,18 +82,20 @@ def choose_limits(
         chosen = ChosenLimits(_exact(size), f"float32 on both sides, noise floor {floor:.2g} nats")
     else:
         name = "moe" if experts else "dense"
-        told = engine or "a dtype that it does not tell"
+        told = engine or "an unknown dtype"
         chosen = ChosenLimits(
             get_limits(name), f"{name}: reference in {reference}, engine in {told}"
         )
     if not over:
         return chosen
     own = {name: GradeLimits(value, value) for name, value in over.items()}
-    return ChosenLimits({**chosen.limits, **own}, f"{chosen.source}; consistency.limits over them")
+    return ChosenLimits(
+        {**chosen.limits, **own}, f"{chosen.source}; overridden by consistency.limits"
+    )
 
 
 def _exact(size: float) -> dict[str, GradeLimits]:
-    """Limits of every metric that belong to a mean |dlogp| of `size` nats, by their definitions."""
+    """Limits of every metric for a mean |dlogp| of `size` nats, from their definitions."""
     poor = _POOR * size
     return {
         # mean(r^2) / 2; with tails, the mean of r^2 is some ten times the square of mean |r|.
@@ -107,7 +109,7 @@ def _exact(size: float) -> dict[str, GradeLimits]:
 def get_limits(
     grade: str, over: Mapping[str, float] = MappingProxyType({})
 ) -> dict[str, GradeLimits]:
-    """Look a grade up; a metric of `over` passes up to that number and fails above it.
+    """The limits of a grade; a metric in `over` passes up to that number and fails above it.
 
     Raises:
         UsageError: no such grade.
@@ -119,12 +121,12 @@ def get_limits(
 def grade_metrics(
     metrics: Mapping[str, Metric], limits: Mapping[str, GradeLimits]
 ) -> list[Finding]:
-    """One finding for each metric that has a limit."""
+    """One finding for each metric with a limit."""
     return [_finding(name, metrics[name], bounds) for name, bounds in limits.items()]
 
 
 def status_by(value: float, limits: GradeLimits) -> FindingStatus:
-    """A NaN fails."""
+    """Judge a metric; a NaN fails."""
     if value <= limits.good:
         return "pass"
     return "warn" if value <= limits.poor else "fail"

@@ -1,4 +1,5 @@
-"""Greedy completions against the reference's argmax: near ties flip, decisive tokens must not."""
+"""Greedy completions compared with the reference's argmax: near ties may flip, decisive tokens
+not."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,16 +9,16 @@ import numpy as np
 from shakedown.consistency.samples import ComparedCompletion, Score
 from shakedown.core.verdict import Finding
 
-# Margins below twice the largest difference of log-probabilities may flip by rounding alone; no
-# rounding excuses more than half a nat.
+# Margins below twice the largest difference of log-probabilities may flip by rounding alone, but
+# rounding never explains more than half a nat.
 _SMALLEST, _LARGEST = 1e-4, 0.5
 
 
 @dataclass(frozen=True)
 class GreedyDivergence:
-    """The first place where the engine's greedy token is not the reference's argmax.
+    """The first position where the engine's greedy token is not the reference's argmax.
 
-    `margin` is the reference's first less its second log-probability there, in nats.
+    `margin` is the reference's first minus its second log-probability there, in nats.
     """
 
     sample: int
@@ -30,14 +31,15 @@ class GreedyDivergence:
 def first_divergences(
     completions: Sequence[ComparedCompletion], scores: Sequence[Score]
 ) -> list[GreedyDivergence | None]:
-    """One entry a completion; later differences follow from the first and say nothing."""
+    """One entry per completion; later differences follow from the first and mean nothing."""
     return [
         _first(completion, score) for completion, score in zip(completions, scores, strict=True)
     ]
 
 
 def judge_greedy(found: Sequence[GreedyDivergence | None], *, max_abs_dlogp: float) -> Finding:
-    """A flip fails when the reference prefers its own token by more than rounding can move."""
+    """Judge the flips: one fails if the reference prefers its own token by more than rounding
+    explains."""
     tolerance = min(_LARGEST, max(_SMALLEST, 2 * max_abs_dlogp))
     flips = [item for item in found if item is not None]
     decisive = sorted((d for d in flips if d.margin > tolerance), key=lambda d: -d.margin)

@@ -1,4 +1,4 @@
-"""Images of data rows: found, read and checked. What a row names is hostile; no network is used."""
+"""Images of data rows: found, read and checked. Rows may be hostile; no network is used."""
 
 import base64
 import binascii
@@ -11,14 +11,14 @@ from typing import Any
 
 from shakedown.core.errors import UsageError
 
-_BYTES = 20 * 2**20  # of one encoded image
+_BYTES = 20 * 2**20  # limit of one encoded image
 _PIXELS = 4096 * 4096
 _FORMATS = ("PNG", "JPEG", "WEBP")
 _FORM = 'a data:image/png;base64 URI, a file beside the data, or {"bytes": ..., "path": ...}'
 
 
 def has_images(row: Mapping[str, Any]) -> bool:
-    """Whether a row has content that is no text: in its messages, `images` or `image`."""
+    """Whether a row has non-text content: in its messages, `images` or `image`."""
     return bool(row.get("images") or row.get("image")) or any(True for _ in _parts(row))
 
 
@@ -27,13 +27,13 @@ def take_images(
 ) -> tuple[list[Mapping[str, Any]], list[bytes]]:
     """The messages with a bare `{"type": "image"}` for each image, and the images as RGB PNG.
 
-    Parts without an image of their own take those of the row's `images` in order.
+    Parts without their own image take those of the row's `images`, in order.
 
     Args:
-        folder: that of the data file, which relative paths begin at and no path may leave.
+        folder: the data file's folder, to which relative paths refer and which no path may leave.
 
     Raises:
-        UsageError: an image that cannot be read, or images that no message shows; names `place`.
+        UsageError: an unreadable image, or images that no message shows; names `place`.
     """
     given = row.get("messages") or row.get("prompt")
     listed = row.get("images") or row.get("image") or []
@@ -52,14 +52,14 @@ def take_images(
         messages.append({**message, "content": parts} if parts else message)
     if not found or next(rest, None) is not None:
         raise UsageError(
-            f"{place}: it has images that no message shows",
-            hint='put {"type": "image"} into the content of a message for each of them',
+            f"{place}: the row has images that no message shows",
+            hint='put {"type": "image"} into the content of a message for each image',
         )
     return messages, found
 
 
 def with_images(messages: Sequence[Any], images: Sequence[bytes]) -> list[Any]:
-    """Messages of `take_images` as OpenAI's chat takes them: PNG in data URIs."""
+    """Messages of `take_images` in OpenAI's chat form, with PNG in data URIs."""
     rest = iter(images)
 
     def shown(part: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -98,20 +98,20 @@ def _png(source: Any, place: str, folder: Path | None) -> bytes:
 
     raw = _raw(source, place, folder)
     if len(raw) > _BYTES:
-        raise UsageError(f"{place}: an image of {len(raw)} bytes: at most {_BYTES} are read")
+        raise UsageError(f"{place}: an image of {len(raw)} bytes; at most {_BYTES} are allowed")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(io.BytesIO(raw), formats=_FORMATS) as image:
-                # The header alone is read so far.
+                # Only the header has been read so far.
                 if image.width * image.height > _PIXELS:
                     raise ValueError(f"{image.width} x {image.height} pixels, at most {_PIXELS}")
                 out = io.BytesIO()
                 image.convert("RGB").save(out, "PNG")
-    # A decoder may raise nearly anything of damaged bytes.
+    # A decoder may raise nearly anything for damaged bytes.
     except Exception as error:
         raise UsageError(
-            f"{place}: an image that cannot be read: {str(error)[:200]}",
+            f"{place}: unreadable image: {str(error)[:200]}",
             hint=f"expected {', '.join(_FORMATS)}",
         ) from error
     return out.getvalue()
@@ -122,12 +122,12 @@ def _raw(source: Any, place: str, folder: Path | None) -> bytes:
         source = source.get("bytes") or source.get("path")
     if isinstance(source, bytes):
         return source
-    if hasattr(source, "save"):  # decoded already, as `datasets` gives it
+    if hasattr(source, "save"):  # already decoded, as `datasets` returns it
         out = io.BytesIO()
         source.convert("RGB").save(out, "PNG")
         return out.getvalue()
     if not isinstance(source, str) or not source:
-        raise UsageError(f"{place}: no image where one is due", hint=f"expected {_FORM}")
+        raise UsageError(f"{place}: an image is missing", hint=f"expected {_FORM}")
     if source.startswith("data:"):
         return _of_uri(source, place)
     if "://" in source:
@@ -140,7 +140,7 @@ def _raw(source: Any, place: str, folder: Path | None) -> bytes:
 def _of_uri(source: str, place: str) -> bytes:
     head, _, body = source.partition(",")
     if not (head.startswith("data:image/") and head.endswith(";base64")):
-        raise UsageError(f"{place}: {head[:60]!r} is no image in base64", hint=f"expected {_FORM}")
+        raise UsageError(f"{place}: {head[:60]!r} is not a base64 image", hint=f"expected {_FORM}")
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -152,9 +152,9 @@ def _of_file(source: str, place: str, folder: Path | None) -> bytes:
         root = folder.resolve() if folder else None
         path = (root / source).resolve() if root else None
         if root is None or path is None or not path.is_relative_to(root):
-            raise UsageError(f"{place}: image {source[:100]!r} lies outside the data's folder")
+            raise UsageError(f"{place}: image {source[:100]!r} is outside the data's folder")
         if not stat.S_ISREG(path.stat().st_mode):
-            raise UsageError(f"{place}: image {source[:100]!r} is no regular file")
+            raise UsageError(f"{place}: image {source[:100]!r} is not a regular file")
         with path.open("rb") as file:
             return file.read(_BYTES + 1)
     except (OSError, ValueError) as error:

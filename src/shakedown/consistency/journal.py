@@ -1,7 +1,7 @@
-"""What a comparison has so far, on disk: one that was stopped goes on from it.
+"""The journal of a comparison's results so far, from which a stopped one continues.
 
-parts/identity.json   what was compared with what: rows of another comparison are dropped
-parts/00000.jsonl     one part of the prompts: a row a sample and act, written as it comes
+parts/identity.json   the compared sides: rows of another comparison are dropped
+parts/00000.jsonl     one part of the prompts: one row per sample and act, written as it arrives
 
 A comparison that ends removes the folder.
 """
@@ -25,7 +25,7 @@ JournalRow = Mapping[str, Any]
 Kept = TypeVar("Kept")
 
 _SCHEMA = "shakedown/comparison-parts/1"
-# Rows that were made of another one's tokens: they are worth nothing once these are made anew.
+# Rows derived from another row's tokens become worthless once that row is made again.
 _MADE_OF: Mapping[str, tuple[Act, ...]] = {
     "sampled": ("prefill", "score", "answers"),
     "greedy": ("greedy_score", "answers"),
@@ -33,7 +33,7 @@ _MADE_OF: Mapping[str, tuple[Act, ...]] = {
 
 
 class PartJournal:
-    """The rows of one part; a half-written last one, of a process that was killed, is cut off.
+    """The rows of one part; a half-written last row, from a killed process, is cut off.
 
     Raises:
         StorageError: the file cannot be read or written.
@@ -61,7 +61,7 @@ class PartJournal:
         self._take(sample, act, row)
 
     def count(self, *acts: Act) -> int:
-        """Samples that have a row of each of these acts."""
+        """The number of samples with a row for each of these acts."""
         samples = {sample for sample, _ in self._rows}
         return sum(all((s, act) in self._rows for act in acts) for s in samples)
 
@@ -79,7 +79,7 @@ class PartJournal:
             self._take(body["sample"], body["act"], body["row"])
         os.truncate(self._path, lines.whole)
         if lines.damage:
-            print(f"{self._path}: {lines.damage}: made anew", file=sys.stderr, flush=True)
+            print(f"{self._path}: {lines.damage}: will be made again", file=sys.stderr, flush=True)
 
 
 def _is_row(body: Mapping[str, Any]) -> bool:
@@ -92,7 +92,7 @@ def _is_row(body: Mapping[str, Any]) -> bool:
 def recalled(
     journal: PartJournal, sample: int, act: Act, build: Callable[[JournalRow], Kept]
 ) -> Kept | None:
-    """What a row of the journal holds; None without one, or with one that is damaged."""
+    """The content of a journal row; None if it is missing or damaged."""
     row = journal.get(sample, act)
     try:
         return None if row is None else build(row)
@@ -125,7 +125,7 @@ class ComparisonParts:
         return PartJournal(self.folder / f"{number:05d}.jsonl")
 
     def remove(self) -> None:
-        """Once the result is written, or worth nothing."""
+        """Remove the journals, once the result is written or worthless."""
         try:
             if self.folder.exists():
                 shutil.rmtree(self.folder)
@@ -142,7 +142,7 @@ class ComparisonParts:
 
 
 def state_of(model: str) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of a model folder's files, which change with it; of a hub name: []."""
+    """Names, sizes and times of a model folder's files, which change with it; [] for a hub name."""
     folder = Path(model)
     if not folder.is_dir():
         return []

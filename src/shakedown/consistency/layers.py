@@ -1,4 +1,4 @@
-"""Which layer's weights make a difference: by tensors, confirmed by scores. Imports torch."""
+"""Find the layer whose weights differ: by tensors, confirmed by scores. Imports torch."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from shakedown.consistency.tensors import (
 from shakedown.core.errors import CannotJudgeError, StorageError, UsageError
 from shakedown.core.verdict import Finding
 
-_SHOWN = 8  # tensors and layers that are told by name
+_SHOWN = 8  # tensors and layers named in a sentence
 
 
 @dataclass(frozen=True)
 class LayerScoring:
-    """One scoring: mean |dlogp| that is left with the engine's weights of these layers."""
+    """One scoring: the mean |dlogp| left with the engine's weights in these layers."""
 
     layers: Sequence[str]
     left: float
@@ -32,9 +32,9 @@ class LayerScoring:
 
 @dataclass(frozen=True)
 class LayerFinding:
-    """The layer, empty where it is not one or none was found; the sentence says why.
+    """The layer, empty if it is not exactly one; the sentence says why.
 
-    `tensors`: those that differ, the largest first. `steps`: the scorings that were made.
+    `tensors`: those that differ, largest first. `steps`: the scorings made.
     """
 
     layer: str
@@ -51,25 +51,25 @@ class LayerFinding:
             expected="the same weights on both sides",
             blame="user" if self.layer else "none",
             evidence=[each.sentence for each in self.tensors[:_SHOWN]],
-            remedy="load this layer's tensors anew, from the checkpoint that the other side has: "
-            "look at what converts or updates them"
+            remedy="reload this layer's tensors from the other side's checkpoint, and "
+            "check the code that converts or updates them"
             if self.layer
             else "",
         )
 
 
 def find_layer(bench: Bench) -> LayerFinding:
-    """Hold the engine's checkpoint against the reference's, tensor by tensor; then confirm.
+    """Compare the engine's checkpoint with the reference's, tensor by tensor; then confirm.
 
-    The engine's weights of the first k layers are put into the reference, and k bisected for the
-    place where the distance to the engine falls: log2(layers) scorings. Hidden states are told by
-    no server: without a folder that can be read there is no way that is not a guess.
+    The engine's weights of the first k layers are put into the reference, and k is bisected for the
+    point where the distance to the engine falls: log2(layers) scorings. No server reports hidden
+    states, so without a readable folder one could only guess.
     """
     try:
         folder = told_folder(bench)
         own = Path(bench.plan.reference)
         if not own.is_dir():
-            return LayerFinding("", f"not found: the reference {own} is no folder")
+            return LayerFinding("", f"not found: the reference {own} is not a folder")
         tensors = compare_folders(own, folder)
     except (CannotJudgeError, UsageError, StorageError) as error:
         return LayerFinding("", f"not found: {error.args[0]}")
@@ -84,21 +84,21 @@ def find_layer(bench: Bench) -> LayerFinding:
     except (CannotJudgeError, UsageError) as error:
         reason = error.args[0]
     except torch.OutOfMemoryError:
-        reason = "the device's memory does not hold two models"
+        reason = "two models do not fit into the device's memory"
     return LayerFinding("", f"{tensors.sentence}; not confirmed: {reason}", tensors.different)
 
 
 def search(
     layers: Sequence[str], left: Callable[[Collection[str]], float]
 ) -> tuple[str, list[LayerScoring]]:
-    """The layer without which at most half of the distance is left, and the scorings (pure).
+    """Find the layer that accounts for at least half of the distance, and the scorings (pure).
 
     Args:
-        layers: those whose weights differ, in the order of the forward pass.
-        left: the distance that is left with the engine's weights of some layers.
+        layers: the layers whose weights differ, in the order of the forward pass.
+        left: the distance left with the engine's weights in some layers.
 
     Returns:
-        An empty name where all of them together explain less than half, or no single one does.
+        An empty name if all together explain less than half, or no single one does.
     """
     steps: list[LayerScoring] = []
 
@@ -109,7 +109,7 @@ def search(
     goal = (1 - NAMED) * scored([])
     if not layers or scored(layers) > goal:
         return "", steps
-    low, high = 0, len(layers)  # too few of them, and enough
+    low, high = 0, len(layers)  # too few layers, and enough
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if scored(layers[:middle]) <= goal else (middle, high)
@@ -138,18 +138,18 @@ def _confirmed(bench: Bench, folder: Path, tensors: ComparedTensors) -> LayerFin
 def judged(
     layer: str, steps: Sequence[LayerScoring], layers: Sequence[str], tensors: ComparedTensors
 ) -> LayerFinding:
-    """What the tensors and the scorings say together (pure)."""
+    """The conclusion from tensors and scorings (pure)."""
     whole = steps[0].left
     if layer:
         alone = min(step.left for step in steps if list(step.layers) == [layer])
         own = [each for each in tensors.different if layer_of(each.name) == layer]
         worst = f"{own[0].sentence}; " if own else ""
         sentence = (
-            f"{layer}: with the engine's weights of it alone mean |dlogp| falls from {whole:.3g} "
-            f"to {alone:.3g}; {worst}{tensors.counts}"
+            f"{layer}: with only this layer's weights from the engine mean |dlogp| falls from "
+            f"{whole:.3g} to {alone:.3g}; {worst}{tensors.counts}"
         )
     elif not layers:
-        sentence = f"not found: no weight that both models compute with differs; {tensors.sentence}"
+        sentence = f"not found: no weight used by both models differs; {tensors.sentence}"
     elif steps[1].left > (1 - NAMED) * whole:
         sentence = (
             f"not found: {tensors.sentence}; but with all of the engine's weights "
@@ -168,10 +168,10 @@ def judged(
 def unequal(
     ours: Mapping[str, torch.nn.Parameter], theirs: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, dict[str, torch.nn.Parameter]]:
-    """Their parameters that are not ours, by layer, in the order of the forward pass.
+    """Their differing parameters by layer, in the order of the forward pass.
 
-    Of another shape they fit nowhere and are left out. What both sides tie is one: it is in the
-    layer of its first name.
+    Parameters of another shape are left out. Those that both sides tie are one, in the layer of the
+    first name.
     """
     parts: dict[str, dict[str, torch.nn.Parameter]] = {}
     first: dict[tuple[int, int], str] = {}

@@ -1,4 +1,4 @@
-"""A server's log-probabilities, each looked at before it is averaged: answers are hostile."""
+"""A server's log-probabilities, each checked before it is averaged, as answers may be hostile."""
 
 import math
 import sys
@@ -14,7 +14,7 @@ from shakedown.core.verdict import Finding
 # Engines take the logarithm of a softmax in float32 or bfloat16, whose rounding can leave a
 # probability of 1 this far above 0 in nats.
 _ROUNDING = 1e-3
-_NAMED = 5  # tokens that a finding names
+_NAMED = 5  # tokens named in a finding
 
 Pass = Literal["sampled", "greedy", "prefill"]
 
@@ -44,22 +44,22 @@ def _fault(value: Any) -> str:
     if value is None:
         return "missing"
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return f"no number: {value!r:.40}"
-    # A whole number may be larger than any float, which math.isnan cannot take.
+        return f"not a number: {value!r:.40}"
+    # An integer may be larger than any float, which math.isnan cannot take.
     if not abs(value) <= sys.float_info.max:
         return "NaN" if isinstance(value, float) and math.isnan(value) else "infinite"
     return f"{value:g}, above 0" if value > _ROUNDING else ""
 
 
 class BadTokens:
-    """Counts refused tokens and keeps the names of the first: none of them was averaged."""
+    """A counter of refused tokens, which are not averaged; it keeps the names of the first."""
 
     def __init__(self) -> None:
         self._counts = {True: 0, False: 0}
         self._names: dict[bool, list[str]] = {True: [], False: []}
 
     def add(self, sample: int, tokens: Iterable[BadToken], of: Pass) -> None:
-        """`of`: which of the server's answers on that sample."""
+        """`of`: which of the server's answers for that sample."""
         for token in tokens:
             self._counts[token.missing] += 1
             names = self._names[token.missing]
@@ -69,7 +69,7 @@ class BadTokens:
                 names.append(f"sample {sample} position {token.position}{where}{what}")
 
     def findings(self) -> list[Finding]:
-        """A server that says impossible things fails; one that leaves some out is warned of."""
+        """A server with impossible values fails; missing ones are a warning."""
         found = []
         if self._counts[False]:
             found.append(
@@ -83,7 +83,7 @@ class BadTokens:
                     expected="finite numbers up to 0",
                     unit="nats",
                     blame="environment",
-                    remedy="weights or kernels that overflow; a server that sends other numbers",
+                    remedy="weights or kernels that overflow, or a server that sends other numbers",
                 )
             )
         if self._counts[True]:

@@ -1,4 +1,4 @@
-"""What a comparison is asked to do."""
+"""The plan of a comparison."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,22 +19,19 @@ TrainerScores = Callable[[Sequence[Scored], str, float], list[Array]]
 
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """What to compare and how.
+    """The sides, data and settings of a comparison.
 
     Attributes:
         url: the server's, without `/v1`.
-        api_key: what it asks for.
-        limits: of single metrics, over the grade's.
+        api_key: the key that it requires.
+        limits: those of single metrics, overriding the grade's.
         reward: judges completions against each row's `answer`; None: accuracies are not measured.
-            `reward_name` is what it is called.
-        folder: the data file's, where relative paths of images begin.
-        engine_dtype, engine_weights, engine_log: what the server is known to compute in, the
-            folder that it has, and its log; empty: not known.
-        factors: `auto` measures the deep ones only where the comparison does not pass, `all`
-            always.
-        trainer: a trainer's own forward pass; `trainer_name` is what it is called.
-        servers: what became of each, where there are several.
-        again: the command that goes on from what a stopped comparison has on disk.
+            `reward_name` is its name.
+        folder: the data file's, to which relative image paths refer.
+        engine_dtype, engine_weights, engine_log: the server's dtype, model folder and log, if
+        known. factors: `auto` measures the deep ones only if the comparison does not pass, `all`
+        always. trainer: a trainer's own forward pass; `trainer_name` is its name. servers: findings
+        on each, if there are several. again: the command that continues a stopped comparison.
     """
 
     url: str
@@ -64,7 +61,7 @@ class ComparisonPlan:
 
 
 def check_reference(model: str) -> None:
-    """Refuse a local folder by what its files tell at once; a hub name is not looked up.
+    """Refuse an unusable local folder at once; a hub name is not looked up.
 
     Raises:
         UsageError: no such folder, no tokenizer in it, or its sizes are not those of its weights.

@@ -1,4 +1,4 @@
-"""Prompt ids of trainer and server: where they differ, and which part of the path makes it so."""
+"""Prompt ids of trainer and server: where they differ, and which component causes it."""
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -9,19 +9,19 @@ from shakedown.consistency.samples import ComparedCompletion, EncodedPrompt
 from shakedown.core.errors import ExitCode, ShakedownError
 
 DifferenceKind = Literal["special tokens", "tokenizer", "template", "unknown"]
-# The text that the server's own tokenizer makes of its ids; empty where the server cannot say.
+# The server's ids as text, by its own tokenizer; empty if not available.
 ServerText = Callable[[Sequence[int]], Awaitable[str]]
 
-_EXPLAINED = 8  # prompts that the server is asked for the text of
+_EXPLAINED = 8  # prompts whose text the server is asked for
 _AROUND = 5  # ids shown on each side of the first difference
-_LONGEST = 4000  # characters of a text that are kept
+_LONGEST = 4000  # characters kept of a text
 _REMEDIES: dict[DifferenceKind, str] = {
-    "special tokens": "add BOS once: by the chat template or by the tokenizer's "
-    "add_special_tokens, and alike on both sides",
+    "special tokens": "add BOS once, by the chat template or by the tokenizer's "
+    "add_special_tokens, in the same way on both sides",
     "tokenizer": "serve the trainer's tokenizer files: vllm serve MODEL --tokenizer FOLDER",
-    "template": "give both sides one chat template (vllm serve --chat-template FILE) and the same "
+    "template": "use the same chat template on both sides (vllm serve --chat-template FILE), "
     "system prompt and tools",
-    "unknown": "serve with vllm 0.10.2 or newer, which tells its prompt ids",
+    "unknown": "serve with vllm 0.10.2 or newer, which reports its prompt ids",
 }
 
 
@@ -29,8 +29,8 @@ _REMEDIES: dict[DifferenceKind, str] = {
 class PromptDifference:
     """One prompt whose ids differ.
 
-    `first` is the place of the first difference from 0, and len(shorter side) where one side only
-    goes on; `server` is empty and `first` -1 where the server tells only the number of its ids.
+    `first` is the position of the first difference, from 0, or len(shorter side) if one side is
+    longer; `server` is empty and `first` -1 if the server reports only the number of its ids.
     """
 
     sample: int
@@ -66,7 +66,7 @@ class PromptDifference:
 
 
 class PromptMismatchError(ShakedownError):
-    """Trainer and server condition on other ids: nothing that follows could be compared."""
+    """Trainer and server use different prompt ids, so nothing could be compared."""
 
     exit_code = ExitCode.FAIL
 
@@ -75,7 +75,8 @@ class PromptMismatchError(ShakedownError):
         self.kind, _ = Counter(each.kind for each in found).most_common(1)[0]
         self.shown = next(each for each in found if each.kind == self.kind)
         super().__init__(
-            f"{differ} of {prompts} prompts are other token ids in the server: {_say(self.kind)}",
+            f"{differ} of {prompts} prompts have different token ids in the server: "
+            f"{_say(self.kind)}",
             hint=_REMEDIES[self.kind],
         )
 
@@ -83,10 +84,10 @@ class PromptMismatchError(ShakedownError):
 async def refuse_other_prompts(
     completions: Sequence[ComparedCompletion], tokenizer: Any, server_text: ServerText
 ) -> None:
-    """Check the prompt ids that the server says it used, or at least their number.
+    """Check the prompt ids that the server reports, or at least their number.
 
     Raises:
-        PromptMismatchError: they are not the trainer's.
+        PromptMismatchError: they differ from the trainer's.
     """
     differing = [each for each in completions if _differs(each)]
     if not differing:
@@ -123,18 +124,18 @@ def _kind(
     special = frozenset(tokenizer.all_special_ids)
     if _bare(list(prompt.ids), special) == _bare(theirs, special):
         return "special tokens"
-    # A plain text goes through no template. Of a conversation the server's own text decides.
+    # Plain text goes through no template. For a conversation the server's own text decides.
     if not prompt.messages or told == text:
         return "tokenizer"
     if told:
         return "template"
-    # It does not say its text. Ids that our tokenizer would never make come from another one.
+    # No text is available. Ids that our tokenizer would never produce come from another one.
     again = tokenizer(_decoded(tokenizer, theirs), add_special_tokens=False)["input_ids"]
     return "template" if list(again) == theirs else "tokenizer"
 
 
 def _bare(ids: list[int], special: frozenset[int]) -> list[int]:
-    """Without the special tokens at both ends."""
+    """The ids without special tokens at both ends."""
     places = [place for place, token in enumerate(ids) if token not in special]
     return ids[places[0] : places[-1] + 1] if places else []
 
@@ -173,7 +174,7 @@ def _cut(text: str, place: int) -> str:
 def _say(kind: DifferenceKind) -> str:
     return {
         "special tokens": "BOS or another special token",
-        "tokenizer": "the same text, another tokenizer",
-        "template": "the chat template writes another text",
-        "unknown": "their number differs, and the server does not tell its ids",
+        "tokenizer": "the same text, but another tokenizer",
+        "template": "the chat template produces a different text",
+        "unknown": "their number differs, and the server does not report its ids",
     }[kind]

@@ -30,16 +30,16 @@ from shakedown.core.paths import ComparisonPaths
 from shakedown.core.verdict import Finding, Status, status_of
 from shakedown.models.huggingface import quiet
 
-_BAD = ("fail", "error", "warn")  # what a finding can be that did not pass, the worst first
-_PART = 256  # prompts that are generated together, then scored and written together
+_BAD = ("fail", "error", "warn")  # statuses of findings that did not pass, worst first
+_PART = 256  # prompts that are generated, scored and written together
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result: metrics, limits, findings, factors and what it all means.
+    """The result: metrics, limits, findings, factors and the conclusion.
 
-    `samples` and `tokens` are counts of what was compared. `shown` are those samples whose tokens
-    are kept for factors and drawings (all, unless they are very many), `aligned` their tokens.
+    `samples` and `tokens` count what was compared. `shown` are the samples whose tokens are kept
+    for factors and drawings (all, unless there are very many), `aligned` their tokens.
     """
 
     plan: ComparisonPlan
@@ -63,7 +63,7 @@ class Comparison:
 
     @property
     def summary(self) -> str:
-        """One sentence: the size of the mismatch, and the factor that it comes from."""
+        """One sentence: the size of the mismatch, and the factor that causes it."""
         k3, dlogp = self.metrics["k3"], self.metrics["mean_abs_dlogp"]
         size = (
             f"{self.tokens} tokens of {self.samples} samples: k3 {k3.value:.2g}, "
@@ -87,14 +87,13 @@ def compare(
 ) -> Comparison:
     """Run the whole comparison, and write tokens.parquet and samples.parquet to the folder `out`.
 
-    What a stopped one of the same plan has left there is taken up, not asked for again.
+    Results left there by a stopped run of the same plan are reused.
 
     Raises:
         UsageError: a model, data row or grade that cannot be used.
         CannotJudgeError: the engine or the reference cannot give what is needed; a ServerError says
-            how far the comparison came, all of which is kept.
-        PromptMismatchError: the server makes other token ids of the prompts.
-        StorageError: the folder cannot be written.
+        how far the comparison got; these results are kept. PromptMismatchError: the server's token
+        ids of the prompts differ. StorageError: the folder cannot be written.
     """
     if plan.grade != "auto":
         get_limits(plan.grade)
@@ -107,7 +106,7 @@ def compare(
     work = _Work(plan, reference, parts, progress)
     work.seconds["load"] = time.monotonic() - begin
     if parts.resumed:
-        progress(f"going on from what is in {parts.folder}")
+        progress(f"continuing from the results in {parts.folder}")
     try:
         with open_tables(out, work.decode) as tables:
             for number in range(-(-len(plan.rows) // _PART)):
@@ -115,7 +114,7 @@ def compare(
                 _release_freed()
             work.check()
     except ShakedownError as error:
-        # These pass. Of answers that cannot be used nothing is worth keeping.
+        # These errors are passed on. Unusable answers are not worth keeping.
         if not isinstance(error, ServerError | StorageError):
             parts.remove()
         raise
@@ -129,7 +128,7 @@ def compare(
 
 
 class _Work:
-    """The parts, one after another, and what has come of them."""
+    """The parts, one after another, and their results so far."""
 
     def __init__(
         self,
@@ -175,7 +174,7 @@ class _Work:
         return samples
 
     def check(self) -> None:
-        """See that there is anything to judge.
+        """Check that there is anything to judge.
 
         Raises:
             CannotJudgeError: there is not.
@@ -197,22 +196,24 @@ class _Work:
         return ServerError(
             f"{error.args[0]}; {done} of {total} samples are done and {kept} sampled, kept in "
             f"{self._parts.folder}",
-            hint=f"see that the server runs with the same weights, then go on: {self._plan.again}",
+            hint="make sure that the server runs with the same weights, then continue: "
+            f"{self._plan.again}",
         )
 
 
 def _release_freed() -> None:
-    """Give memory that is free back to the system.
+    """Return free memory to the system.
 
-    glibc keeps what a part used and freed in its heap, where little of the next one fits into the
-    gaps: of 950 MB after 300,000 tokens 330 were free.
+    glibc keeps a part's freed memory in its heap, where little of the next part fits into the gaps:
+    of 950 MB after 300,000 tokens 330 were free.
     """
     with contextlib.suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _identity(plan: ComparisonPlan, reference: Reference, rows: str) -> dict[str, Any]:
-    """All that answers and scores depend on. Not the URL: a server may come back at another."""
+    """Everything that answers and scores depend on; not the URL, as a server may come back at
+    another."""
     return {
         "reference": [plan.reference, reference.dtype, state_of(plan.reference)],
         "model": plan.model,

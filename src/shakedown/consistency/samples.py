@@ -1,4 +1,4 @@
-"""What is generated once and scored by every side: prompts, completions, scores."""
+"""The data generated once and scored by every side: prompts, completions, scores."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ ImageIds = Callable[[Sequence[ChatMessage], Sequence[bytes]], list[int]]
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A conversation or a plain text, and the ids that the trainer's tokenizer makes of it.
+    """A conversation or plain text, and its ids by the trainer's tokenizer.
 
     `images` are PNG, in the order in which the messages show them.
     """
@@ -35,11 +35,11 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class ComparedCompletion:
-    """What the engine generated for a prompt.
+    """The engine's completion of a prompt.
 
-    `prompt_ids` are the ids that the server says it used (empty: it does not say),
-    `prompt_tokens` their count (0: it does not say); `logprobs` has shape [T] in nats, NaN where
-    the engine gave none that can be used; `bad` says which and why.
+    `prompt_ids` are the ids that the server reports (empty: none reported), `prompt_tokens` their
+    count (0: not reported); `logprobs` has shape [T] in nats, NaN where the engine's value is
+    unusable; `bad` says which and why.
     """
 
     prompt: EncodedPrompt
@@ -52,11 +52,11 @@ class ComparedCompletion:
 
     @property
     def scored(self) -> "Scored":
-        """What the reference is asked to score."""
+        """The sequence for the reference to score."""
         return Scored(self.prompt.ids, self.token_ids, self.prompt)
 
     def to_row(self) -> dict[str, Any]:
-        """All but the prompt, for the journal. NaN stays NaN, as Python's json writes and reads."""
+        """Everything but the prompt, for the journal. NaN stays NaN in Python's json."""
         return {
             "token_ids": list(self.token_ids),
             "logprobs": self.logprobs.tolist(),
@@ -80,9 +80,9 @@ class ComparedCompletion:
 
 @dataclass(frozen=True)
 class Scored:
-    """A prompt's ids and the completion's ids that follow it; both are not empty.
+    """A prompt's ids and the ids of its completion, both non-empty.
 
-    `source`: the prompt, which scoring one with images needs.
+    `source`: the prompt, needed to score one with images.
     """
 
     prompt: Sequence[int]
@@ -91,7 +91,7 @@ class Scored:
 
     @property
     def images(self) -> bool:
-        """Whether the prompt shows images, which its ids alone do not hold."""
+        """Whether the prompt shows images, which its ids do not contain."""
         return self.source is not None and bool(self.source.images)
 
 
@@ -103,7 +103,7 @@ class Score:
         logprobs: log-probability of each token at the sampling temperature, in nats.
         raw: the same at temperature 1.
         top_ids: the reference's own most likely token.
-        margins: log-probability of the first less that of the second, in nats.
+        margins: log-probability of the first minus that of the second, in nats.
     """
 
     logprobs: Array
@@ -129,7 +129,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Failure:
-    """A prompt that the engine did not complete."""
+    """A request that the engine did not complete."""
 
     index: int
     reason: str
@@ -144,14 +144,14 @@ class Generated:
 
 
 def check_rows(rows: Sequence[Mapping[str, Any]], folder: Path | None = None) -> str:
-    """See that every row has a prompt, before anything is generated; SHA-256 of what they hold.
+    """Check that every row has a prompt, before anything is generated; returns their SHA-256.
 
     Args:
-        folder: the data file's, for images in files; their content counts, not their names.
+        folder: the data file's, for images in files, whose content counts, not their names.
 
     Raises:
-        UsageError: a row has no `messages`, `prompt` (text or messages) or `question`, or it has
-            an image that cannot be read.
+        UsageError: a row has no `messages`, `prompt` (text or messages) or `question`, or has an
+            unreadable image.
     """
     total = hashlib.sha256()
     for index, row in enumerate(rows):
@@ -178,7 +178,7 @@ def read_prompts(
 
     Args:
         folder: the data file's, for images in files.
-        image_ids: makes the ids of messages with images; None: the reference sees no images.
+        image_ids: makes the ids of messages with images; None: the reference takes no images.
 
     Raises:
         UsageError: as `check_rows`, or the tokenizer has no chat template, or it refuses a row;
@@ -198,15 +198,15 @@ def _with_images(
     place = f"data row {index + 1}"
     if image_ids is None:
         raise UsageError(
-            f"{place} has images, and the reference is a model for text alone",
-            hint="give a checkpoint with vision, or rows without images",
+            f"{place} has images, but the reference is a text-only model",
+            hint="use a checkpoint with vision, or rows without images",
         )
     messages, images = take_images(row, place, folder)
     try:
         ids = image_ids(messages, images)
     except ShakedownError:
         raise
-    except Exception as error:  # templates are programs: anything may come
+    except Exception as error:  # templates are programs and may raise anything
         raise UsageError(f"{place}: the processor refuses it: {str(error)[:300]}") from error
     return EncodedPrompt(index, messages=messages, ids=ids, images=images)
 
@@ -232,12 +232,12 @@ def _prompt(index: int, row: Mapping[str, Any], tokenizer: Any) -> EncodedPrompt
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError(
             "the reference's tokenizer has no chat template, and the data has `messages`",
-            hint="give rows with a `prompt` text, or a model with a chat template",
+            hint="use rows with a `prompt` text, or a model with a chat template",
         )
     try:
         ids = tokenizer.apply_chat_template(
             given, add_generation_prompt=True, tokenize=True, return_dict=False
         )
-    except Exception as error:  # templates are programs: anything may come
+    except Exception as error:  # templates are programs and may raise anything
         raise UsageError(f"data row {index + 1}: the chat template refuses it: {error}") from error
     return EncodedPrompt(index, messages=given, ids=[int(i) for i in ids])

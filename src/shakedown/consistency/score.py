@@ -1,4 +1,4 @@
-"""Score given tokens with transformers: the reference side. Imports torch; import it lazily."""
+"""The reference side: score given tokens with transformers. Imports torch; import it lazily."""
 
 import contextlib
 import itertools
@@ -22,8 +22,8 @@ from shakedown.core.errors import CannotJudgeError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_GENERATED = 1 << 15  # tokens of prompts that are completed at once, padding and answers counted
-_SCORED = 1 << 12  # tokens that are scored at once, padding counted; fewer where their logits
+_GENERATED = 1 << 15  # tokens of prompts completed at once, including padding and answers
+_SCORED = 1 << 12  # tokens scored at once, including padding; fewer if their logits
 _LOGIT_BYTES = 256 * 2**20  # in float32 would take more than this
 
 
@@ -33,11 +33,11 @@ class Reference:
     Args:
         model: a local folder or a hub name.
         dtype: `float32`, `bfloat16`, or `auto` (as the checkpoint says).
-        config: a transformers config that takes the place of the checkpoint's own.
+        config: a transformers config that replaces the checkpoint's own.
 
     Raises:
-        UsageError: no such folder, it lacks files, or its sizes are not those of its weights.
-        CannotJudgeError: the hub's model cannot be had.
+        UsageError: no such folder, it lacks files, or its sizes differ from its weights'.
+        CannotJudgeError: the hub's model is not available.
     """
 
     def __init__(self, model: str, *, dtype: str = "auto", config: Any = None) -> None:
@@ -46,7 +46,7 @@ class Reference:
             check_reference(model)
         self.tokenizer: Any = _load(AutoTokenizer, model)
         config = config if config is not None else _load(AutoConfig, model)
-        # Some checkpoints with vision have a class for text alone (Phi-4 multimodal).
+        # Some checkpoints with vision have a text-only class (Phi-4 multimodal).
         sees = hasattr(config, "vision_config") and (
             type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         )
@@ -62,24 +62,24 @@ class Reference:
 
     @property
     def attention(self) -> str:
-        """transformers' name of the attention that it computes with, such as `sdpa`."""
+        """transformers' name of the attention in use, such as `sdpa`."""
         return str(self._model.config._attn_implementation)
 
     @property
     def image_ids(self) -> ImageIds | None:
-        """Makes ids of messages with images; None where the checkpoint sees none."""
+        """The processor for messages with images; None if the checkpoint takes none."""
         return self._vision.ids if self._vision else None
 
     @property
     def experts(self) -> bool:
-        """Whether the model is a mixture of experts, by the names in use for their number."""
+        """Whether the model is a mixture of experts, by the usual config keys."""
         text = self._model.config.get_text_config()
         counts = [getattr(text, name, None) for name in _EXPERTS]
         return any(isinstance(count, int) and count > 1 for count in counts)
 
     @contextlib.contextmanager
     def attending(self, attention: str) -> Iterator[None]:
-        """Compute with another attention until the block ends.
+        """Use another attention until the block ends.
 
         Raises:
             CannotJudgeError: the model does not have it.
@@ -96,12 +96,12 @@ class Reference:
 
     @contextlib.contextmanager
     def images_as_text(self) -> Iterator[None]:
-        """Let image tokens see only what stands before them, until the block ends.
+        """Let image tokens see only earlier tokens, until the block ends.
 
-        Gemma 3 lets those of one image see each other; `token_type_ids` tell which they are.
+        Gemma 3 lets the tokens of one image see each other; `token_type_ids` marks them.
         """
         if self._vision is None:
-            raise CannotJudgeError(f"{self.name} sees no images")
+            raise CannotJudgeError(f"{self.name} takes no images")
         self._vision.causal = True
         try:
             yield
@@ -109,12 +109,12 @@ class Reference:
             self._vision.causal = False
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """By name, in the order of the forward pass; tied ones under each of their names."""
+        """The parameters by name, in the order of the forward pass; tied ones under each name."""
         return dict(self._model.named_parameters(remove_duplicate=False))
 
     @contextlib.contextmanager
     def computing_with(self, parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[None]:
-        """Compute with these in the place of its own until the block ends; nothing is copied."""
+        """Use these parameters instead of its own until the block ends; nothing is copied."""
         own = self.parameters()
         try:
             self._put(parameters)
@@ -131,7 +131,7 @@ class Reference:
         """Score every completion token, teacher-forced; temperature 0 counts as 1.
 
         Raises:
-            CannotJudgeError: a token id lies outside the reference's vocabulary.
+            CannotJudgeError: a token id is outside the reference's vocabulary.
         """
         self._check_vocabulary(items)
         scores: dict[int, Score] = {}
@@ -142,9 +142,9 @@ class Reference:
         return [scores[number] for number in range(len(items))]
 
     def score_packed(self, items: Sequence[Scored], *, temperature: float = 1.0) -> list[Score]:
-        """As `score`, with the sequences of a batch one after another in one row.
+        """As `score`, with the sequences of a batch packed into one row.
 
-        transformers keeps them apart by their position ids, which begin at 0 in each.
+        transformers separates them by their position ids, which start at 0 in each.
         """
         self._check_vocabulary(items)
         scores: dict[int, Score] = {}
@@ -156,13 +156,13 @@ class Reference:
     def generate(
         self, prompts: Sequence[EncodedPrompt], *, max_tokens: int, temperature: float, seed: int
     ) -> list[list[int]]:
-        """Complete each prompt, greedily at temperature 0; seeded by `seed`, else untouched.
+        """Complete each prompt, greedily at temperature 0; the sampling is seeded by `seed`.
 
-        No top-k, top-p or penalty: as the engine is asked to.
+        Without top-k, top-p or penalties, as requested from the engine.
         """
         made: dict[int, list[int]] = {}
         lengths = [len(prompt.ids) + max_tokens for prompt in prompts]
-        # The process's random state stays as it is.
+        # The process's random state is not changed.
         with torch.random.fork_rng(), torch.inference_mode():
             torch.manual_seed(seed)
             for numbers in _batches(prompts, lengths, _GENERATED):
@@ -176,7 +176,7 @@ class Reference:
         if self._vision and prompts[0].images:
             return self._vision.inputs(prompts[0], self._model)
         width = max(len(prompt.ids) for prompt in prompts)
-        # Padded in front: all rows are written on from the last column.
+        # Padded on the left, so that all rows continue from the last column.
         tokens = torch.zeros((len(prompts), width), dtype=torch.int64)
         mask = torch.zeros((len(prompts), width), dtype=torch.int64)
         for number, prompt in enumerate(prompts):
@@ -189,25 +189,25 @@ class Reference:
     ) -> list[list[int]]:
         sampling: dict[str, Any] = {"do_sample": False}
         if temperature:
-            # Said in full: it draws from the 50 likeliest tokens where `top_k` is left out.
+            # Explicit, because without `top_k` it draws from the 50 likeliest tokens.
             sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         out = self._model.generate(**inputs, max_new_tokens=max_tokens, **sampling)
         rows: list[list[int]] = out[:, inputs["input_ids"].shape[1] :].tolist()
         return [self._until_end(row) for row in rows]
 
     def _until_end(self, ids: list[int]) -> list[int]:
-        """With the end token, as engines tell it, and without the padding after it."""
+        """The completion with the end token, as engines report it, and without padding."""
         places = [place for place, token in enumerate(ids) if token in self._ends]
         return ids[: places[0] + 1] if places else ids
 
     def _own_sampling(self) -> frozenset[int]:
-        """Put the checkpoint's own sampling settings away; the ids that end a completion."""
+        """Drop the checkpoint's own sampling settings; returns the ids that end a completion."""
         found = self._model.generation_config.eos_token_id
         if found is None:
             found = self.tokenizer.eos_token_id
         ends = [] if found is None else found if isinstance(found, list) else [found]
         pad = self.tokenizer.pad_token_id
-        # transformers fills what a call leaves at its default from the checkpoint's.
+        # transformers fills defaults of a call from the checkpoint's.
         self._model.generation_config = GenerationConfig(
             eos_token_id=list(ends) or None,
             pad_token_id=pad if pad is not None else next(iter(ends), 0),
@@ -217,7 +217,7 @@ class Reference:
     def _score_batch(self, batch: Sequence[Scored], temperature: float) -> Iterator[Score]:
         rows = [[*item.prompt, *item.completion] for item in batch]
         width = max(map(len, rows))
-        # Padded at the end: attention is causal, so that no token of a row sees its padding.
+        # Padded on the right: attention is causal, so no token sees the padding.
         tokens = torch.zeros((len(rows), width), dtype=torch.int64)
         mask = torch.zeros((len(rows), width), dtype=torch.int64)
         for number, row in enumerate(rows):
@@ -230,14 +230,14 @@ class Reference:
                 use_cache=False,
             )
         for item, row, logits in zip(batch, rows, output.logits, strict=True):
-            # The logits at a place are those of the token after it.
+            # The logits at a position predict the token after it.
             own = logits[len(item.prompt) - 1 : len(row) - 1].float().cpu()
             yield _score(own, torch.tensor(list(item.completion)), temperature)
 
     def _score_with_images(self, batch: Sequence[Scored], temperature: float) -> Iterator[Score]:
         for item in batch:
             if self._vision is None or item.source is None:
-                raise CannotJudgeError(f"{self.name} sees no images")
+                raise CannotJudgeError(f"{self.name} takes no images")
             inputs = self._vision.inputs(item.source, self._model)
             with torch.inference_mode():
                 logits = completion_logits(self._model, inputs, item.completion)
@@ -269,7 +269,7 @@ class Reference:
             raise CannotJudgeError(
                 f"token id {largest} is outside the reference's vocabulary of {self.vocabulary}: "
                 f"the engine serves another model than {self.name}",
-                hint="give both sides the same checkpoint",
+                hint="use the same checkpoint on both sides",
             )
 
 
@@ -289,9 +289,9 @@ def _score(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> Sc
 def _batches(
     items: Sequence[EncodedPrompt | Scored], lengths: Sequence[int], room: int
 ) -> Iterator[list[int]]:
-    """Numbers of items by length: little padding, and at most `room` tokens in a batch.
+    """Batches of item numbers by length, with little padding and at most `room` tokens.
 
-    One with images is a batch of its own, so that the pixels of few images are held at once.
+    An item with images is its own batch, so that few images are in memory at once.
     """
     batch: list[int] = []
     for number in sorted(range(len(items)), key=lengths.__getitem__):

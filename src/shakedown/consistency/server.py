@@ -1,4 +1,4 @@
-"""The server that is compared: one that answers at a URL, or one of our own for the comparison."""
+"""The compared server: one at a URL, or one started for the comparison."""
 
 import contextlib
 import os
@@ -15,16 +15,15 @@ from shakedown.inference.relay import relayed
 from shakedown.inference.server import temporary
 
 _URLS = ("http://", "https://")
-_ENGINES = ("vllm", "sglang")  # those that give log-probabilities
+_ENGINES = ("vllm", "sglang")  # engines with log-probabilities
 
 
 @dataclass(frozen=True)
 class ComparedServer:
-    """Where the engine answers: its URL without `/v1`, the model name to ask for, and its key.
+    """The engine's address: its URL without `/v1`, the model name to ask for, and its key.
 
-    An empty name asks for the one model that the server has. `dtype`, `weights` and `log`
-    are what it is known to compute in, the folder that it has, its log; empty: not known.
-    `findings`: what became of each where there are several.
+    An empty name asks for the one model that the server has. `dtype`, `weights` (a folder) and
+    `log` are empty if unknown. `findings`: those on each server, if there are several.
     """
 
     url: str
@@ -39,9 +38,9 @@ class ComparedServer:
     def of(
         cls, endpoint: Endpoint, url: str = "", findings: Callable[[], Sequence[Finding]] = list
     ) -> "ComparedServer":
-        """A server of `shakedown serve`; of somebody else's only what it answers is known.
+        """A server of `shakedown serve`; for an external one only its answers are known.
 
-        `url`: one for all servers, where there are several.
+        `url`: one address for all servers, if there are several.
         """
         known = not endpoint.external
         dtype = endpoint.order.spec.dtype if known else "auto"
@@ -49,7 +48,7 @@ class ComparedServer:
             url or endpoint.base_url,
             endpoint.served_name,
             endpoint.api_key(),
-            # vLLM makes another of `auto` where a checkpoint is in float32.
+            # vLLM resolves `auto` differently for a float32 checkpoint.
             "" if dtype == "auto" else dtype,
             endpoint.model if known else "",
             endpoint.log,
@@ -59,10 +58,10 @@ class ComparedServer:
 
 @dataclass(frozen=True)
 class OwnServer:
-    """A server to start for the comparison alone; `folder` is where its files lie.
+    """The order for a server only for this comparison; `folder` is for its files.
 
-    `dtype` None or `auto` takes the checkpoint's own; `max_model_len` in tokens is cut to what
-    the checkpoint has positions for; `kv_cache_gb` in GiB.
+    `dtype` None or `auto` means the checkpoint's own; `max_model_len` in tokens is cut to the
+    checkpoint's positions; `kv_cache_gb` is in GiB.
     """
 
     folder: Path
@@ -73,7 +72,7 @@ class OwnServer:
 
 
 def check_engine(engine: str) -> None:
-    """Refuse what names no server.
+    """Refuse an --engine that names no server.
 
     Raises:
         UsageError: neither a URL nor ENGINE:MODEL.
@@ -88,9 +87,9 @@ def check_engine(engine: str) -> None:
 
 @contextlib.contextmanager
 def open_server(engine: str, own: OwnServer) -> Iterator[ComparedServer]:
-    """The server at a URL as it is; for `vllm:MODEL` or `sglang:MODEL` one of our own.
+    """The server at a URL or, for `vllm:MODEL` or `sglang:MODEL`, one started for the comparison.
 
-    A URL's key is the environment's OPENAI_API_KEY. Of several, `URL,URL`, see `relay`.
+    A URL's key is OPENAI_API_KEY from the environment. For several, `URL,URL`, see `relay`.
 
     Raises:
         UsageError: neither a URL nor ENGINE:MODEL; a checkpoint that cannot be read.
@@ -109,13 +108,13 @@ def open_server(engine: str, own: OwnServer) -> Iterator[ComparedServer]:
 
 
 def _spec(model: str, own: OwnServer) -> LaunchSpec:
-    """As the checkpoint is, so that number formats do not differ; a hub name is the engine's."""
+    """The checkpoint's dtype, so that both sides use the same; for a hub name the engine's."""
     dtype, longest = own.dtype or "auto", own.max_model_len
     path = Path(model) / "config.json"
     if path.is_file():
         body = read_object(path, "model config")
         try:
-            # With vision the text's own settings stand below.
+            # With vision the text model's settings are one level down.
             text = {**body, **(body.get("text_config") or {})}
             longest = min(longest, int(text.get("max_position_embeddings") or longest))
         except (ValueError, TypeError) as error:

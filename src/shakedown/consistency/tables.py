@@ -1,4 +1,4 @@
-"""tokens.parquet (a row a sampled token) and samples.parquet (a row a sample), part by part."""
+"""tokens.parquet (one row per sampled token) and samples.parquet (one per sample), part by part."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +43,7 @@ _SAMPLES = pa.schema(
 
 
 class Tables:
-    """Both files; each part that is added becomes a row group of each."""
+    """Both files; each added part becomes one row group of each."""
 
     def __init__(
         self, tokens: pq.ParquetWriter, samples: pq.ParquetWriter, decode: Callable[[int], str]
@@ -51,7 +51,7 @@ class Tables:
         self._tokens, self._samples, self._decode = tokens, samples, decode
 
     def add(self, part: Sequence[ComparedSample]) -> None:
-        """Log-probabilities in nats; NaN, where a side gave none, is null in the file."""
+        """Log-probabilities in nats; NaN (missing) becomes null in the file."""
         if part:
             tokens = pd.concat([self._token_rows(each) for each in part], ignore_index=True)
             self._tokens.write_table(_table(tokens, _TOKENS))
@@ -77,7 +77,7 @@ class Tables:
 
 @contextlib.contextmanager
 def open_tables(out: Path, decode: Callable[[int], str]) -> Iterator[Tables]:
-    """Both files appear under their names when the block ends without an error.
+    """Open both files, which appear under their names when the block ends without an error.
 
     Raises:
         StorageError: the folder cannot be written.

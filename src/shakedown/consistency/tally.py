@@ -1,4 +1,4 @@
-"""What is kept of a comparison while its parts go by: sums of all samples, tokens of some."""
+"""The tally of a comparison while its parts go by: sums of all samples, tokens of some."""
 
 import heapq
 from collections.abc import Sequence
@@ -14,12 +14,13 @@ from shakedown.consistency.part import Answers, ComparedSample
 from shakedown.consistency.samples import Failure
 from shakedown.core.verdict import Finding
 
-_SHOWN = 100_000  # tokens of samples that factors, drawings and context are made of
-_WORST = 20  # samples with the largest differences, which stay however many there are
+_SHOWN = 100_000  # limit of tokens kept for factors, drawings and context
+_WORST = 20  # samples with the largest differences, which always stay
 
 
 class Shown:
-    """Every sample until their tokens are too many, then every second, every fourth, ...
+    """A selection of samples: all until there are too many tokens, then every second, every fourth,
+    ...
 
     The samples with the largest |t - g| stay: the worst tokens are those of the whole comparison.
     """
@@ -27,14 +28,14 @@ class Shown:
     def __init__(self, room: int = _SHOWN) -> None:
         self._room, self._step, self._seen, self._tokens = room, 1, 0, 0
         self._samples: dict[int, ComparedSample] = {}
-        self._worst: list[tuple[float, int]] = []  # a heap: the least of them first
+        self._worst: list[tuple[float, int]] = []  # a heap, the smallest first
 
     @property
     def samples(self) -> list[ComparedSample]:
         return [self._samples[number] for number in sorted(self._samples)]
 
     def add(self, sample: ComparedSample, largest: float) -> None:
-        """`largest`: of its |t - g|, in nats."""
+        """`largest`: its largest |t - g|, in nats."""
         number, self._seen = self._seen, self._seen + 1
         self._samples[number] = sample
         self._tokens += len(sample.completion.token_ids)
@@ -48,14 +49,15 @@ class Shown:
             self._drop([each for each in self._samples if each not in worst])
 
     def _drop(self, numbers: Sequence[int]) -> None:
-        """Those that no step falls on."""
+        """Drop the samples that no step selects."""
         for number in numbers:
             if number % self._step and number in self._samples:
                 self._tokens -= len(self._samples.pop(number).completion.token_ids)
 
 
 class Tally:
-    """Takes part after part; memory grows by a row of sums a sample and eight bytes a token."""
+    """An accumulator of parts; memory grows by a row of sums per sample and eight bytes per
+    token."""
 
     def __init__(self) -> None:
         self.engine = ""
@@ -74,7 +76,7 @@ class Tally:
         samples: Sequence[ComparedSample],
         flips: Sequence[GreedyDivergence | None],
     ) -> None:
-        """Add what one part gave."""
+        """Add the results of one part."""
         self.engine = answers.engine
         self.failures += answers.failures
         self.prefill_fault = self.prefill_fault or answers.prefill_fault
@@ -84,11 +86,11 @@ class Tally:
             self._take(sample)
 
     def noise(self, otherwise: float) -> float:
-        """The largest |dlogp| seen on greedy tokens, which are raw."""
+        """The largest |dlogp| on greedy tokens, which are raw."""
         return self._greedy_noise or otherwise
 
     def findings(self) -> list[Finding]:
-        """What could not be compared is said, never left out."""
+        """Findings on everything that could not be compared."""
         return [*self.bad.findings(), *self._gaps()]
 
     def _take(self, sample: ComparedSample) -> None:

@@ -1,4 +1,4 @@
-"""Two checkpoints' tensors held against each other by name, block by block. Imports torch."""
+"""Compare two checkpoints' tensors by name, block by block. Imports torch."""
 
 import functools
 import json
@@ -16,8 +16,8 @@ from shakedown.core.errors import CannotJudgeError, UsageError
 from shakedown.core.files import read_object
 from shakedown.core.folders import storage_errors
 
-_BLOCK = 1 << 22  # numbers of a tensor in memory at once, of each side
-# What wraps a model puts its name in front of every tensor's.
+_BLOCK = 1 << 22  # numbers of a tensor in memory at once, per side
+# Prefixes that wrappers add to tensor names.
 _WRAPPERS = re.compile(r"^(?:base_model|_orig_mod|module|model|language_model|transformer)\.")
 _LAYER = re.compile(r"^(?:.*?\.)?(?:layers|h|blocks)\.\d+(?=\.)")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
@@ -30,10 +30,10 @@ class TensorDifference:
     """One tensor that differs, by the reference's name for it.
 
     Attributes:
-        relative: norm of the difference over the reference's norm; None where there is none: the
-            shapes differ, numbers are NaN, or all of the reference's are 0.
-        scale: the engine's is this many times the reference's; None where it is no multiple.
-        note: what else is known, such as two shapes.
+        relative: norm of the difference over the reference's norm; None if undefined: the shapes
+        differ, numbers are NaN, or all of the reference's are 0. scale: the engine's is this many
+        times the reference's; None if it is not a multiple. note: further facts, such as two
+        shapes.
     """
 
     name: str
@@ -52,13 +52,13 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class ComparedTensors:
-    """What two checkpoints have in common and what not.
+    """The comparison of two checkpoints' tensors.
 
     Attributes:
-        same: how many are equal, `rounded` of them only in the coarser of two number formats.
+        same: how many are equal, `rounded` of them only in the coarser of two dtypes.
         different: the largest difference first.
         missing, extra: names that the engine's folder lacks, and has beyond the reference's.
-        dtypes: number formats of the reference's tensors and of the engine's.
+        dtypes: dtypes of the reference's tensors and of the engine's.
         notes: tied embeddings.
     """
 
@@ -81,7 +81,7 @@ class ComparedTensors:
         """How many differ, and what is missing, extra, rounded or tied."""
         said = [f"{len(self.different)} of {self.same + len(self.different)} tensors differ"]
         if self.rounded:
-            said.append(f"{self.rounded} by the rounding of their number format alone")
+            said.append(f"{self.rounded} only by the rounding of their dtype")
         for what, names in (("missing", self.missing), ("extra", self.extra)):
             if names:
                 said.append(f"{len(names)} {what} in the engine's ({', '.join(names[:3])})")
@@ -91,18 +91,17 @@ class ComparedTensors:
 
 
 def layer_of(name: str) -> str:
-    """The layer that a tensor belongs to; outside of layers its module."""
+    """The layer that a tensor belongs to, or its module if outside layers."""
     found = _LAYER.match(name)
     return found.group() if found else name.rpartition(".")[0] or name
 
 
 def compare_folders(reference: Path, engine: Path) -> ComparedTensors:
-    """Every tensor of both folders' *.safetensors, in blocks of 4M numbers.
+    """Compare every tensor of both folders' *.safetensors, in blocks of 4M numbers.
 
     Raises:
-        CannotJudgeError: a folder has no such files, or is an adapter or quantised: its tensors are
-            not the model's.
-        StorageError: a file cannot be read, or is damaged.
+        CannotJudgeError: a folder has no such files, or is an adapter or quantised, so its tensors
+        are not the model's. StorageError: a file cannot be read, or is damaged.
     """
     ours, theirs = _Checkpoint(reference), _Checkpoint(engine)
     notes = [note for one, other in ((ours, theirs), (theirs, ours)) if (note := one.tie(other))]
@@ -129,7 +128,7 @@ def compare_folders(reference: Path, engine: Path) -> ComparedTensors:
 
 
 def matched(ours: Sequence[str], theirs: Sequence[str]) -> dict[str, str]:
-    """Their name by ours: the same, or the only one that is the same without wrappers' prefixes."""
+    """Their name for each of ours: the same, or the only one equal without wrappers' prefixes."""
     pairs = {name: name for name in ours if name in set(theirs)}
     left, right = (_by_core(set(names) - set(pairs)) for names in (ours, theirs))
     pairs |= {
@@ -141,7 +140,7 @@ def matched(ours: Sequence[str], theirs: Sequence[str]) -> dict[str, str]:
 
 
 class _Checkpoint:
-    """Where each tensor of a folder is."""
+    """The file of each tensor of a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -159,7 +158,8 @@ class _Checkpoint:
         self._refuse_quantised(formats)
 
     def tie(self, other: "_Checkpoint") -> str:
-        """Stand the input embeddings in for output ones that only the other has; a note of it."""
+        """Use the input embeddings for output embeddings that only the other has; returns a note on
+        it."""
         source = next((name for name in self.files if name.endswith(_EMBEDDINGS)), "")
         if _HEAD in self.files or _HEAD not in other.files or not source:
             return ""
@@ -190,7 +190,8 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those of the index, where one is: beside them some folders have the same in another form."""
+    """The files of the index, if there is one, as some folders also have the tensors in another
+    form."""
     found = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     index = folder / "model.safetensors.index.json"
     names: set[str] = {"model.safetensors"} if (folder / "model.safetensors").is_file() else set()
@@ -200,7 +201,7 @@ def _files(folder: Path) -> list[Path]:
         try:
             names = set(json.loads(text)["weight_map"].values())
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise CannotJudgeError(f"{index} is no index of safetensors: {error}") from error
+            raise CannotJudgeError(f"{index} is not an index of safetensors: {error}") from error
     kept = [path for path in found if path.name in names] if names else found
     if not kept:
         raise CannotJudgeError(f"{folder} has no *.safetensors")
@@ -220,7 +221,7 @@ def _by_core(names: set[str]) -> Mapping[str, list[str]]:
 def _difference(
     name: str, ours: _Checkpoint, theirs: _Checkpoint, other: str
 ) -> TensorDifference | None:
-    """None where all is equal; relative 0 where only rounding differs."""
+    """The difference of one tensor: None if equal; relative 0 if only rounding differs."""
     (path_a, name_a), (path_b, name_b) = ours.files[name], theirs.files[other]
     with (
         storage_errors("read", path_a),
@@ -233,7 +234,7 @@ def _difference(
             note = f"shape {list(shapes[0])} against {list(shapes[1])}"
             return TensorDifference(name, None, note=note)
         pairs = functools.partial(_blocks, a, name_a, b, name_b, shapes[0])
-        # Most tensors are equal, and only to look for that is ten times as fast.
+        # Most tensors are equal, and checking only for that is ten times as fast.
         if all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs()):
             return None
         sums = torch.zeros(4, dtype=torch.float64)
@@ -257,13 +258,13 @@ def _sums(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def _measured(name: str, aa: float, ab: float, dd: float, rounded: float) -> TensorDifference:
     if not all(map(math.isfinite, (aa, ab, dd))):
-        return TensorDifference(name, None, note="NaN or infinite numbers in it")
+        return TensorDifference(name, None, note="contains NaN or infinite numbers")
     if rounded == 0:
         return TensorDifference(name, 0.0)
     if aa == 0:
         return TensorDifference(name, None, note="all 0 in the reference")
     scale = ab / aa
-    # What the best multiple leaves; of a true multiple only rounding.
+    # The rest after the best multiple; only rounding for a true multiple.
     rest = max(0.0, dd - (scale - 1) ** 2 * aa)
     return TensorDifference(name, math.sqrt(dd / aa), scale if rest <= 1e-4 * dd else None)
 

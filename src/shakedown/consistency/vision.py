@@ -1,4 +1,4 @@
-"""Prompts with images, as a checkpoint's processor makes them. Imports torch; import it lazily."""
+"""Prompts with images, by the checkpoint's processor. Imports torch; import it lazily."""
 
 import functools
 import io
@@ -16,19 +16,19 @@ class Vision:
     """Ids and pixels of prompts with images.
 
     Args:
-        model: the checkpoint, a folder or a hub name; its processor is loaded when first needed,
-            so that text alone is compared without one.
+        model: the checkpoint, a folder or a hub name; its processor is loaded on first use, so
+            text-only comparisons need none.
     """
 
     def __init__(self, model: str) -> None:
         self._name = model
-        self.causal = False  # image tokens see only what stands before them, as text does
+        self.causal = False  # image tokens see only earlier tokens, as text does
 
     def ids(self, messages: Sequence[ChatMessage], images: Sequence[bytes]) -> list[int]:
-        """Token ids of messages with images (PNG), the images' own tokens among them.
+        """Token ids of messages with images (PNG), including the images' tokens.
 
         Raises:
-            CannotJudgeError: the checkpoint has no processor for images that can be loaded here.
+            CannotJudgeError: the checkpoint has no image processor that can be loaded here.
         """
         found: list[int] = self._features(messages, images)["input_ids"][0].tolist()
         return found
@@ -66,12 +66,12 @@ class Vision:
     def _processor(self) -> Any:
         try:
             found = AutoProcessor.from_pretrained(self._name)
-        # A torchvision made for another torch fails in its own way, as RuntimeError.
+        # A torchvision for another torch version fails with a RuntimeError.
         except (ImportError, OSError, ValueError, RuntimeError) as error:
             raise CannotJudgeError(
                 f"cannot load the processor of {self._name}: {' '.join(str(error).split())[:300]}",
-                hint="it takes the checkpoint's preprocessor_config.json, and often a torchvision "
-                "made for the installed torch",
+                hint="this needs the checkpoint's preprocessor_config.json, and often a "
+                "torchvision that matches the installed torch",
             ) from error
         if getattr(found, "image_processor", None) is None:
             raise CannotJudgeError(
@@ -82,9 +82,9 @@ class Vision:
 
 
 def _as_text(made: dict[str, torch.Tensor], model: Any) -> torch.Tensor:
-    """Token types [1, P] that mark no image, where they are what lets image tokens see each other.
+    """Token types [1, P] that mark no image, for models where they let image tokens see each other.
 
-    That is so in Gemma 3: 1 for an image's tokens, 0 for text. Elsewhere they mean other things.
+    In Gemma 3 they are 1 for an image's tokens and 0 for text. Elsewhere they mean other things.
     """
     kinds, image = made.get("token_type_ids"), getattr(model.config, "image_token_id", None)
     if kinds is None or not torch.equal(kinds.bool(), made["input_ids"] == image):
@@ -97,8 +97,8 @@ def completion_logits(
 ) -> torch.Tensor:
     """Logits [T, vocabulary] of the T tokens of a completion, each before it is seen.
 
-    The prompt goes first and the completion after it through the cache, as in generation: in one
-    pass an image's own token that was sampled would stand for an image that is not there.
+    The prompt is processed first and the completion then through the cache, as in generation: in
+        one pass a sampled image token would be taken for a missing image.
     """
     first = model(**inputs, use_cache=True)
     before = first.logits[0, -1:]

@@ -10,7 +10,7 @@ from shakedown.core.verdict import Finding, Stopwatch, Verdict, installed_versio
 
 
 def make_verdict(result: Comparison, watch: Stopwatch) -> Verdict:
-    """The verdict; each metric stands with its interval as `<name>_low` and `<name>_high`."""
+    """The verdict; each metric has its interval as `<name>_low` and `<name>_high`."""
     numbers: dict[str, float] = {}
     for name, metric in result.metrics.items():
         numbers |= {name: metric.value, f"{name}_low": metric.low, f"{name}_high": metric.high}
@@ -21,8 +21,9 @@ def make_verdict(result: Comparison, watch: Stopwatch) -> Verdict:
     then = "; ".join([*remedies[:1], "open report.html: the factors, then the worst tokens"])
     if result.explained.unexplained:
         then = (
-            "no measured factor explains it: see that the server has the reference's weights whole "
-            "(quantisation, LoRA, a partial update) and the same architecture; then report.html"
+            "no measured factor explains it: check that the server has all weights of "
+            "the reference (quantisation, LoRA, a partial update) and the same architecture; then "
+            "see report.html"
         )
     return Verdict(
         stage="consistency",
@@ -55,7 +56,7 @@ def make_verdict(result: Comparison, watch: Stopwatch) -> Verdict:
 
 
 def prompt_verdict(error: PromptMismatchError, plan: ComparisonPlan, watch: Stopwatch) -> Verdict:
-    """FAIL with one finding; `prompt_ids` beside it has both texts and all ids of one prompt."""
+    """A FAIL with one finding; `prompt_ids` has both texts and all ids of one prompt."""
     finding = Finding(
         check="prompt_ids",
         status="fail",

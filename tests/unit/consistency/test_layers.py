@@ -88,4 +88,4 @@ def test_tensors_that_no_model_computes_with_are_not_blamed() -> None:
     found = judged("", [LayerScoring([], 0.05)], [], tensors(LAYERS[0]))
 
     assert found.layer == ""
-    assert "no weight that both models compute with differs" in found.sentence
+    assert "no weight used by both models differs" in found.sentence

@@ -13,11 +13,11 @@ import pytest
 HEAD = """
 import os, signal, sys, time
 from shakedown.core.errors import ShakedownError, UsageError
-from shakedown.core.isolated import Limits, run_isolated
+from shakedown.core.isolated import CallLimits, run_isolated
 
 def run(function, seconds=30, memory=10**8):
     try:
-        print(run_isolated(function, Limits(seconds, memory), hint="try less"), flush=True)
+        print(run_isolated(function, CallLimits(seconds, memory), hint="try less"), flush=True)
     except ShakedownError as error:
         print(type(error).__name__, error, flush=True)
 """
@@ -35,7 +35,7 @@ def test_answer_and_errors_of_the_function_are_those_of_the_call() -> None:
     assert _run("run(lambda: [os.getpid() != os.getppid(), 'x' * 10**6][0])") == "True"
     code = "def refuse(): raise UsageError('no such path', hint='look')\nrun(refuse)"
     assert _run(code) == "UsageError no such path\n  next: look"
-    code = "print(run_isolated(os.getpid, Limits(9, 10**8)) == os.getpid())"
+    code = "print(run_isolated(os.getpid, CallLimits(9, 10**8)) == os.getpid())"
     assert _run(code) == "False"
 
 
@@ -71,7 +71,7 @@ def test_call_is_made_in_a_process_that_has_other_threads() -> None:
     code = """
 import threading
 threading.Thread(target=time.sleep, args=(1,), daemon=True).start()
-print(run_isolated(os.getpid, Limits(9, 10**8)) == os.getpid())
+print(run_isolated(os.getpid, CallLimits(9, 10**8)) == os.getpid())
 """
     assert _run(code) == "True"
 

@@ -1,4 +1,4 @@
-"""Factors of a difference, by name: one function a factor, one row here. Imports torch."""
+"""Factors of a difference, by name: one function per factor, one row here. Imports torch."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,17 +24,17 @@ from shakedown.consistency.plan import SayProgress
 from shakedown.core.errors import CannotJudgeError, UsageError
 from shakedown.core.verdict import Blame, Finding
 
-_ABOVE_NOISE = 4.0  # a fault must be this many times the noise floor
+_ABOVE_NOISE = 4.0  # a fault must be at least this many times the noise floor
 
 
 @dataclass(frozen=True)
 class Factor:
-    """How a factor is measured, and what to do about one that is named.
+    """How to measure a factor, and the remedy if it is named.
 
     Attributes:
-        measure: two scorings; it raises NotMeasuredError where there are none to be had.
-        always: measured in every comparison, being cheap; the others only where it does not pass.
-        fault: a difference beyond the limits is one by itself, whatever its share.
+        measure: two scorings; raises NotMeasuredError if they cannot be made.
+        always: cheap, so measured in every comparison; the others only if it does not pass.
+        fault: a difference beyond the limits is a fault in itself, whatever its share.
     """
 
     measure: Callable[[Bench], Contrast]
@@ -44,7 +44,7 @@ class Factor:
     fault: bool = False
 
 
-# From the special to the general: see `table.largest`.
+# From the specific to the general: see `table.largest`.
 FACTORS: Mapping[str, Factor] = {
     "prompt_ids": Factor(reference_side.prompt_ids, "", always=True),
     "temperature": Factor(
@@ -61,7 +61,7 @@ FACTORS: Mapping[str, Factor] = {
     ),
     "prefix_cache": Factor(
         engine_side.prefix_cache,
-        "the prefix cache holds keys and values of other weights: POST /reset_prefix_cache after "
+        "the prefix cache has keys and values of other weights: POST /reset_prefix_cache after "
         "every weight update (shakedown serve update-weights does)",
         "code",
         always=True,
@@ -69,47 +69,47 @@ FACTORS: Mapping[str, Factor] = {
     ),
     "config": Factor(
         config,
-        "give both sides one config.json: these settings change the forward pass",
+        "use the same config.json on both sides: these settings change the forward pass",
         "user",
     ),
     "weights": Factor(
-        weights, "give the reference the checkpoint that the server has, or the other way", "user"
+        weights, "give the reference the server's checkpoint, or the other way round", "user"
     ),
     "precision": Factor(
         reference_side.precision,
-        "give both sides one dtype; float32 on both for a test of equality",
+        "use the same dtype on both sides; float32 on both to test equality",
     ),
     "engine_batch": Factor(
         engine_side.engine_batch,
-        "the engine's answers depend on what runs beside them: batch-invariant kernels",
+        "the engine's answers depend on concurrent requests: use batch-invariant kernels",
     ),
     "reference_batch": Factor(
         reference_side.reference_batch,
-        "padding moves the reference: look at its attention mask and position ids",
+        "padding changes the reference: check its attention mask and position ids",
     ),
     "attention": Factor(
         reference_side.attention,
-        "give both sides an attention of the same kind, and look at the model's mask",
+        "use the same kind of attention on both sides, and check the model's mask",
     ),
     "image_attention": Factor(
         reference_side.image_attention,
-        "the engine's image tokens see only what is before them: choose an attention backend that "
+        "the engine's image tokens see only earlier tokens: choose an attention backend that "
         "lets them see each other (vLLM: FlexAttention, SGLang: Triton)",
     ),
     "packing": Factor(
         reference_side.packing,
-        "packed rows see each other: give position ids that begin anew in each sequence",
+        "packed rows see each other: restart the position ids in each sequence",
         "code",
     ),
     "trainer": Factor(
         reference_side.trainer,
-        "the trainer's own forward differs from transformers': compare its conversion and dtype",
+        "the trainer's own forward differs from transformers': check its conversion and dtype",
         "code",
     ),
     "tensor_parallel": Factor(reference_side.tensor_parallel, ""),
     "decode_prefill": Factor(
         engine_side.decode_prefill,
-        "the engine's decode differs from its own prefill: its decode kernels and its cache",
+        "the engine's decode differs from its own prefill: check its decode kernels and cache",
         always=True,
     ),
 }
@@ -123,7 +123,7 @@ def measure(
     known: Sequence[FactorRow] = (),
     progress: SayProgress,
 ) -> list[FactorRow]:
-    """A row for every factor, in the order of the registry; `known` ones are not made again.
+    """One row per factor, in the order of the registry; `known` ones are not measured again.
 
     Without `deep` only the cheap ones.
     """
@@ -144,7 +144,8 @@ def findings(
     engine_dtype: str,
     own: str,
 ) -> list[Finding]:
-    """The factor that explains a comparison that does not pass, and faults of their own."""
+    """Findings: the factor that explains a failed comparison, and factors that are faults in
+    themselves."""
     found = []
     best = named(rows) if deep else None
     for row in rows:
@@ -166,7 +167,7 @@ def _measured(name: str, factor: Factor, bench: Bench, noise: Noise) -> FactorRo
         contrast = factor.measure(bench)
         row = make_row(name, contrast, bench.t, bench.g, floor=noise.of(contrast.side))
     except torch.OutOfMemoryError:
-        row = FactorRow(name, note="not measured: the device's memory does not hold it")
+        row = FactorRow(name, note="not measured: it does not fit into the device's memory")
     except NoDifferenceError as error:
         row = FactorRow(name, note=error.args[0])
     except (CannotJudgeError, UsageError) as error:
@@ -197,7 +198,7 @@ def _other_format(theirs: str, own: str) -> Finding:
         status="warn",
         subject="engine against reference",
         measured=f"the engine computes in {theirs}, the reference in {own}",
-        expected="one number format on both sides",
+        expected="the same dtype on both sides",
         blame=factor.blame,
         remedy=factor.remedy,
     )

@@ -1,4 +1,4 @@
-"""Where factors are measured: a bounded part of the compared tokens, scored again by each side."""
+"""The bench for factors: a bounded part of the compared tokens, scored again by each side."""
 
 import asyncio
 import time
@@ -20,9 +20,9 @@ from shakedown.consistency.score import Reference
 from shakedown.core.errors import CannotJudgeError, ServerError, UsageError
 from shakedown.inference.client import Client
 
-_TOKENS, _SAMPLES = 4096, 64  # scored again at most, prompts counted too
-_WORST = 4  # samples with the largest differences are among them
-_TEMPERATURES = (0.0, 1.0)  # at which a sampled token's log-probability is the raw one
+_TOKENS, _SAMPLES = 4096, 64  # limits for scoring again, prompts included
+_WORST = 4  # this many samples with the largest differences are included
+_TEMPERATURES = (0.0, 1.0)  # temperatures at which a sampled token's log-probability is the raw one
 
 Measured = TypeVar("Measured")
 
@@ -32,14 +32,14 @@ class NotMeasuredError(CannotJudgeError):
 
 
 class NoDifferenceError(NotMeasuredError):
-    """A factor in which the two sides do not differ; the message says what is the same."""
+    """A factor in which the two sides do not differ; the message says in what way."""
 
 
 class Bench:
-    """The two sides at hand. Each pass is a real one, made when it is first asked for.
+    """The two sides, with real passes made on first use.
 
     Attributes:
-        samples: those that are scored again.
+        samples: the samples to score again.
         t, g: their log-probabilities by the reference and by the engine, as compared.
     """
 
@@ -63,12 +63,12 @@ class Bench:
 
     @cached_property
     def prefill(self) -> list[Array]:
-        """The engine's scores in one pass, made right after generation; NaN where it gave none.
+        """The engine's scores in one pass, made right after generation; NaN where missing.
 
         Raises:
-            NotMeasuredError: it gave none at all.
+            NotMeasuredError: there are none at all.
         """
-        self.refuse_images("the engine scores ids alone")
+        self.refuse_images("the engine can score only ids")
         found = [each.prefill for each in self.samples]
         if all(each is None for each in found):
             raise NotMeasuredError("the engine did not score given tokens")
@@ -86,13 +86,14 @@ class Bench:
         return self.reference_scores(self.items)
 
     def engine_scores(self, *, reverse: bool = False, concurrency: int = 0) -> list[Array]:
-        """Score by the engine's prefill, in another order or fewer at once; NaN where refused.
+        """Score by the engine's prefill, optionally in another order or fewer at once; NaN if
+        refused.
 
         Raises:
             ServerError: every request was refused.
             NotMeasuredError: there are rows with images.
         """
-        self.refuse_images("the engine scores ids alone")
+        self.refuse_images("the engine can score only ids")
         order = list(range(len(self.items)))[:: -1 if reverse else 1]
 
         async def passed(client: Client) -> list[Array]:
@@ -119,12 +120,12 @@ class Bench:
     def reference_scores(
         self, items: Sequence[Scored], reference: Reference | None = None
     ) -> list[Array]:
-        """Score by the reference, or by another of the kind, at the sampling temperature."""
+        """Score with the reference, or a variant of it, at the sampling temperature."""
         scores = (reference or self.reference).score(items, temperature=self.plan.temperature)
         return [each.logprobs for each in scores]
 
     def refuse_images(self, why: str) -> None:
-        """For passes over ids: an image's ids are the same whatever it shows.
+        """Refuse images in passes over ids, as an image's ids do not depend on what it shows.
 
         Raises:
             NotMeasuredError: there are rows with images.
@@ -151,7 +152,7 @@ class Bench:
 
 
 def chosen(shown: Sequence[ComparedSample]) -> list[ComparedSample]:
-    """Evenly over all samples, and those with the largest differences, within the bounds."""
+    """Samples spread evenly, and those with the largest differences, within the limits."""
     if not shown:
         return []
     sizes = [_largest(each) for each in shown]
@@ -167,7 +168,7 @@ def chosen(shown: Sequence[ComparedSample]) -> list[ComparedSample]:
         if tokens + length <= _TOKENS:
             kept.append(number)
             tokens += length
-    # Where every sample is longer than the bound, the shortest stands for them.
+    # If every sample is longer than the limit, use the shortest.
     kept = kept or [min(range(len(shown)), key=lambda i: _length(shown[i]))]
     return [shown[number] for number in sorted(kept)]
 
@@ -183,7 +184,8 @@ def _largest(sample: ComparedSample) -> float:
 
 @dataclass(frozen=True)
 class Noise:
-    """Mean |dlogp| in nats of each side against itself; 0 also where a side cannot score again."""
+    """The noise floor: mean |dlogp| in nats of each side against itself; 0 also if it cannot score
+    again."""
 
     engine: float
     reference: float
@@ -198,7 +200,7 @@ class Noise:
 
 
 def measure_noise(bench: Bench) -> Noise:
-    """Two more passes of each side over the same tokens."""
+    """Measure the noise by two more passes of each side over the same tokens."""
     again = "scored again"
     turned = "scored again in the opposite order"
     rows = [

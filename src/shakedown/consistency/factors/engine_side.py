@@ -1,4 +1,4 @@
-"""Factors inside the engine: each scores the same tokens in two of its ways."""
+"""Factors inside the engine: each scores the same tokens in two different ways."""
 
 import asyncio
 import uuid
@@ -14,12 +14,12 @@ from shakedown.consistency.logprobs import read_logprobs
 from shakedown.inference.client import Client
 from shakedown.inference.engines import Request
 
-_PROBED = 96  # tokens that are scored one by one, with the prefix cache and without
-_PROBED_LENGTH = 1 << 16  # tokens of all their prefixes, which are computed anew once
+_PROBED = 96  # tokens scored one by one, with and without the prefix cache
+_PROBED_LENGTH = 1 << 16  # tokens of all their prefixes, which are recomputed once
 
 
 def prefix_cache(bench: Bench) -> Contrast:
-    """Tokens after a cached prefix, and after the same prefix computed anew.
+    """Tokens after a cached prefix, and after the same prefix recomputed.
 
     A prefill that tells prompt log-probabilities reads no cache in vLLM. So each token is asked
     for as the next one: its prefix is then read from the cache, as in generation, or, under a salt
@@ -28,12 +28,14 @@ def prefix_cache(bench: Bench) -> Contrast:
     Raises:
         NotMeasuredError: the engine has no such request, or nothing of any prefix is cached.
     """
-    bench.refuse_images("the engine is asked for tokens after ids alone")
+    bench.refuse_images("the engine continues only ids")
     places = _places(bench)
 
     async def passed(client: Client) -> tuple[list[Any], list[Any]]:
         if client.engine.name != "vllm":
-            raise NotMeasuredError(f"{client.engine.name} takes no cache salt, for a cold pass")
+            raise NotMeasuredError(
+                f"{client.engine.name} takes no cache salt, which a cold pass needs"
+            )
         gate = asyncio.Semaphore(bench.plan.concurrency)
 
         async def one(place: tuple[int, int], salt: str) -> tuple[float, int | None]:
@@ -51,7 +53,7 @@ def prefix_cache(bench: Bench) -> Contrast:
     note = f"{sum(told)} prompt tokens of {len(told)} requests came from the cache" if told else ""
     return Contrast(
         "prefix from the cache",
-        "prefix computed anew",
+        "prefix recomputed",
         _spread(bench, places, [value for value, _ in warm]),
         _spread(bench, places, [value for value, _ in cold]),
         "engine",
@@ -60,10 +62,10 @@ def prefix_cache(bench: Bench) -> Contrast:
 
 
 def decode_prefill(bench: Bench) -> Contrast:
-    """What the engine said while it decoded, and its scores of the same tokens in one pass."""
+    """The engine's scores while decoding, and of the same tokens in one pass."""
     if not bench.raw:
         raise NotMeasuredError(
-            f"the engine tells decoded tokens at temperature {bench.plan.temperature:g}, and "
+            f"the engine reports decoded tokens at temperature {bench.plan.temperature:g}, and "
             "prefilled ones at 1: compare at temperature 1"
         )
     a, b = "token by token", "all tokens in one pass"
@@ -71,7 +73,7 @@ def decode_prefill(bench: Bench) -> Contrast:
 
 
 def weights_in_run(bench: Bench) -> Contrast:
-    """The engine's scores of the same tokens at the beginning and at the end of the run."""
+    """The engine's scores of the same tokens at the start and at the end of the run."""
     bench.refuse_images("the engine scores ids alone")
     if any(each.prefill is None for each in bench.samples):
         raise NotMeasuredError("the engine did not score given tokens")
@@ -82,14 +84,14 @@ def weights_in_run(bench: Bench) -> Contrast:
 
 
 def engine_batch(bench: Bench) -> Contrast:
-    """The engine scores the sequences all at once, and one at a time."""
+    """The engine's scores of the sequences all at once, and one at a time."""
     alone = bench.engine_scores(concurrency=1)
     many = min(len(bench.items), bench.plan.concurrency)
     return Contrast(f"{many} requests at once", "one at a time", bench.together, alone, "engine")
 
 
 def _places(bench: Bench) -> list[tuple[int, int]]:
-    """(sample, position) of the tokens that are scored one by one, evenly over each completion."""
+    """(sample, position) of the tokens to score one by one, spread evenly over each completion."""
     mean = sum(len(i.prompt) + len(i.completion) for i in bench.items) / len(bench.items)
     room = max(1, min(_PROBED, int(_PROBED_LENGTH / mean)))
     each = max(1, room // len(bench.items))
@@ -104,10 +106,11 @@ def _places(bench: Bench) -> list[tuple[int, int]]:
 async def _next_token(
     client: Client, bench: Bench, place: tuple[int, int], salt: str
 ) -> tuple[float, int | None]:
-    """Log-probability of one token as the next, NaN where it is refused; cached prompt tokens.
+    """Log-probability of one token as the next (NaN if refused), and the number of cached prompt
+    tokens.
 
     Raises:
-        NotMeasuredError: the engine does not tell the log-probability of a given token.
+        NotMeasuredError: the engine does not report the log-probability of a given token.
     """
     item, position = bench.items[place[0]], place[1]
     token = int(item.completion[position])
@@ -129,7 +132,7 @@ async def _next_token(
         cached = int(details.get("cached_tokens") or 0) if details else None
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise NotMeasuredError(
-            "the engine does not tell the log-probability of a given next token "
+            "the engine does not report the log-probability of a given next token "
             "(`logprob_token_ids`, vllm 0.32)"
         ) from error
     return float(read_logprobs([value])[0][0]), cached
@@ -138,7 +141,7 @@ async def _next_token(
 def _spread(
     bench: Bench, places: Sequence[tuple[int, int]], values: Sequence[float]
 ) -> list[Array]:
-    """Values by sample and position, NaN between them."""
+    """Arrays of the values by sample and position, with NaN elsewhere."""
     rows = [np.full(len(item.completion), np.nan) for item in bench.items]
     for (number, position), value in zip(places, values, strict=True):
         rows[number][position] = value

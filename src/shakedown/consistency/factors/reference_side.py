@@ -7,13 +7,13 @@ from shakedown.consistency.factors.bench import Bench, NoDifferenceError, NotMea
 from shakedown.consistency.factors.table import Contrast
 from shakedown.consistency.score import Reference
 
-_LONGEST = 4096  # tokens of a sequence: plain attention holds a square of them for each head
-_HEAD = 1 << 20  # bytes of a log in which the backend is looked for
+_LONGEST = 4096  # tokens of a sequence: plain attention needs their square for each head
+_HEAD = 1 << 20  # bytes of a log to search for the backend
 _SHORT = ("bfloat16", "float16")
 
 
 def prompt_ids(bench: Bench) -> Contrast:
-    """Always refused: other ids stop the comparison before anything is scored (prompts.py)."""
+    """Always refused: different ids stop the comparison before anything is scored (prompts.py)."""
     told = sum(bool(each.completion.prompt_ids) for each in bench.samples)
     counted = sum(bool(each.completion.prompt_tokens) for each in bench.samples)
     if told:
@@ -21,27 +21,27 @@ def prompt_ids(bench: Bench) -> Contrast:
             f"{told} prompts are the same ids on both sides: tokenizer, template, special tokens"
         )
     if counted:
-        raise NoDifferenceError(f"{counted} prompts have as many ids on both sides")
-    raise NotMeasuredError("prompts went out as ids, or the server does not tell its own")
+        raise NoDifferenceError(f"{counted} prompts have equally many ids on both sides")
+    raise NotMeasuredError("prompts were sent as ids, or the server does not report its own")
 
 
 def temperature(bench: Bench) -> Contrast:
-    """Log-probabilities after the temperature, of the sampling, and before it."""
+    """Log-probabilities after and before the sampling temperature."""
     heat = bench.plan.temperature
     if heat in (0.0, 1.0):
         raise NoDifferenceError(
             "at temperature 1 (and greedily) raw and processed log-probabilities are the same; "
-            "top-p, top-k and penalties are switched off in every request"
+            "top-p, top-k and penalties are disabled in every request"
         )
     raw = [each.score.raw for each in bench.samples]
     return Contrast(f"at temperature {heat:g}", "raw, at temperature 1", bench.t, raw, "reference")
 
 
 def precision(bench: Bench) -> Contrast:
-    """The reference in the other number format: the engine's, where that differs.
+    """The reference in the other dtype: the engine's, if that differs.
 
-    Rounding counts once for each side that the engine and the reference are known to compute in 16
-    bits; of an engine that does not tell its format only a difference with a direction counts.
+    Rounding counts once for each side known to compute in 16 bits; if the engine's dtype is unknown
+    only a difference with a direction counts.
     """
     own, theirs = bench.reference.dtype, bench.plan.engine_dtype
     name = theirs if theirs in _SHORT and own not in _SHORT else _other(own)
@@ -54,7 +54,9 @@ def precision(bench: Bench) -> Contrast:
         scores,
         "reference",
         roundings=sum(dtype in _SHORT for dtype in (own, theirs)) if theirs else 0,
-        note=f"the engine computes in {theirs}" if theirs else "the engine does not tell its own",
+        note=f"the engine computes in {theirs}"
+        if theirs
+        else "the engine does not report its dtype",
     )
 
 
@@ -68,14 +70,16 @@ def attention(bench: Bench) -> Contrast:
     with bench.reference.attending(other):
         scores = bench.reference_scores(bench.items)
     backend = _backend(Path(bench.plan.engine_log)) if bench.plan.engine_log else ""
-    note = f"the engine's backend: {backend}" if backend else "the engine tells none of its own"
+    note = (
+        f"the engine's backend: {backend}" if backend else "the engine does not report its backend"
+    )
     return Contrast(own, other, bench.padded, scores, "reference", note=note)
 
 
 def image_attention(bench: Bench) -> Contrast:
-    """Tokens of an image that see each other, as in Gemma 3, and only what stands before them.
+    """Image tokens that see each other, as in Gemma 3, or only earlier tokens.
 
-    Some attention backends of engines cannot do the first, and do not say so.
+    Some engines' attention backends cannot do the first, without reporting it.
     """
     if not any(item.images for item in bench.items):
         raise NoDifferenceError("no rows with images")
@@ -83,7 +87,7 @@ def image_attention(bench: Bench) -> Contrast:
         scores = bench.reference_scores(bench.items)
     return Contrast(
         "image tokens see each other",
-        "image tokens see what is before them",
+        "image tokens see only earlier tokens",
         bench.padded,
         scores,
         "reference",
@@ -91,7 +95,7 @@ def image_attention(bench: Bench) -> Contrast:
 
 
 def reference_batch(bench: Bench) -> Contrast:
-    """The reference on padded batches, and one sequence at a time."""
+    """The reference on padded batches, and on one sequence at a time."""
     if all(item.images for item in bench.items):
         raise NoDifferenceError("rows with images are scored one at a time")
     alone = [bench.reference_scores([item])[0] for item in bench.items]
@@ -99,11 +103,11 @@ def reference_batch(bench: Bench) -> Contrast:
 
 
 def packing(bench: Bench) -> Contrast:
-    """Sequences padded, and packed into one row with positions that begin anew."""
+    """Sequences padded, and packed into one row with restarting positions."""
     bench.refuse_images("they are not packed")
     packed = bench.reference.score_packed(bench.items, temperature=bench.plan.temperature)
     scores = [each.logprobs for each in packed]
-    note = "this project's trainers pad"
+    note = "shakedown's own trainers pad"
     return Contrast("padded", "packed", bench.padded, scores, "reference", note=note)
 
 
@@ -111,8 +115,8 @@ def trainer(bench: Bench) -> Contrast:
     """The trainer's own forward pass, on one rank, instead of transformers'."""
     scored = bench.plan.trainer
     if scored is None:
-        raise NotMeasuredError("no trainer is named: --trainer fsdp or megatron, or --config")
-    bench.refuse_images("the trainers take text alone")
+        raise NotMeasuredError("no trainer was given: use --trainer fsdp or megatron, or --config")
+    bench.refuse_images("the trainers take only text")
     scores = scored(bench.items, bench.reference.dtype, bench.plan.temperature)
     name = bench.plan.trainer_name
     return Contrast("transformers", name, bench.padded, scores, "reference", note="on one rank")
@@ -127,7 +131,7 @@ def tensor_parallel(bench: Bench) -> Contrast:
 
 
 def _backend(log: Path) -> str:
-    """What vLLM's log says of the attention that it chose on a GPU; empty where it does not."""
+    """The attention backend that vLLM's log names on a GPU, or an empty text."""
     try:
         with log.open("rb") as stream:
             found = re.search(rb"Using (\w{1,40}) attention backend", stream.read(_HEAD))

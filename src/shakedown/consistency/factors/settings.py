@@ -1,4 +1,4 @@
-"""The model's settings, config.json: the reference computes with its weights and the server's."""
+"""The factor config.json: the reference computes with its own settings and with the server's."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from shakedown.consistency.factors.weights import told_folder
 from shakedown.consistency.score import Reference
 from shakedown.models.huggingface import read_config
 
-# What does not change the numbers of a forward pass in one given dtype.
+# Keys that do not change a forward pass in a given dtype.
 _FREE = frozenset(
     {
         *("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"),
@@ -18,7 +18,7 @@ _FREE = frozenset(
     }
 )
 
-_SHOWN = 3  # settings in a sentence; the row's note has all
+_SHOWN = 3  # settings shown in a sentence; the row's note has all
 
 
 def config(bench: Bench) -> Contrast:
@@ -26,15 +26,15 @@ def config(bench: Bench) -> Contrast:
 
     Raises:
         NotMeasuredError: the server names no folder that can be read here.
-        NoDifferenceError: both say the same.
+        NoDifferenceError: both are the same.
     """
     folder, own = told_folder(bench), Path(bench.plan.reference)
     if not own.is_dir():
-        raise NotMeasuredError(f"the reference {own} is no folder")
+        raise NotMeasuredError(f"the reference {own} is not a folder")
     theirs = read_config(folder)
     found = changed(read_config(own).to_dict(), theirs.to_dict())
     if not found:
-        raise NoDifferenceError("config.json says the same on both sides")
+        raise NoDifferenceError("config.json is the same on both sides")
     other = Reference(str(own), dtype=bench.reference.dtype, config=theirs)
     return Contrast(
         "config.json of the reference",

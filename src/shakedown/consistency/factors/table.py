@@ -6,10 +6,10 @@ With t the reference's log-probability, g the engine's, and a, b those of a fact
     distance  mean |a - b|
     left      mean |g - t - (a - b)|, the whole with b in a's place (a factor of the reference
               counts with the other sign); in the table, (1 - share) * whole
-    share     (1 - left / whole) * sqrt(1 - (floor / distance)^2): noise is no factor
+    share     (1 - left / whole) * sqrt(1 - (floor / distance)^2): noise is not a factor
 
-Rounding has no direction: what two sides round on their own adds in squares. There n roundings of
-that size have n * distance^2 / whole^2 in place of 1 - left / whole, where that is more.
+Rounding has no direction: independent roundings add in squares. For n roundings of that size n *
+    distance^2 / whole^2 replaces 1 - left / whole, if it is larger.
 """
 
 import math
@@ -23,10 +23,10 @@ from shakedown.consistency.compare import Array, align, mean_abs_dlogp
 
 Side = Literal["engine", "reference"]
 
-# A factor is named when at least this share of the whole goes with it.
+# A factor is named if it accounts for at least this share of the whole.
 NAMED = 0.5
-# Shares this near to the largest are as good as it: the first of them in the table is named, as
-# the table goes from the special (a cached prefix) to the general (decode against prefill).
+# Shares this close to the largest count as equal: the first of them in the table is named, as the
+# table goes from the specific (a cached prefix) to the general (decode against prefill).
 _AS_GOOD = 0.1
 
 
@@ -35,13 +35,11 @@ class Contrast:
     """Two real scorings of the same tokens that differ in exactly one thing.
 
     Attributes:
-        a, b: what each side is, in words; `a` is how the comparison itself was made.
-        scores_a, scores_b: log-probabilities in nats, one array [T] a sample, NaN where a token
-            was not scored.
-        side: whose scores these are.
-        roundings: how many of the two compared sides round as `a` and `b` differ; 0: the
-            difference has a direction.
-        note: what else is known.
+        a, b: a description of each side; `a` is the comparison's own way.
+        scores_a, scores_b: log-probabilities in nats, one array [T] per sample, NaN where a token
+        was not scored. side: whose scores these are. roundings: how many of the compared sides
+        round in the way that `a` and `b` differ; 0: the difference has a direction. note: further
+        facts.
     """
 
     a: str
@@ -55,10 +53,10 @@ class Contrast:
 
 @dataclass(frozen=True)
 class FactorRow:
-    """One line of the table; numbers are in nats, None where nothing was measured.
+    """One line of the table; numbers are in nats, or None if nothing was measured.
 
-    `share` and `left` are None, too, for a row that measures the noise itself. `whole` is of the
-    row's own tokens.
+    `share` and `left` are also None for a row that measures the noise itself. `whole` is that of
+    the row's own tokens.
     """
 
     factor: str
@@ -75,7 +73,7 @@ class FactorRow:
 
 
 def distance(left: Sequence[Array], right: Sequence[Array]) -> float | None:
-    """Mean |difference| over tokens that both scored; None without any."""
+    """Mean |difference| over tokens that both scored; None if there are none."""
     aligned = align(left, right)
     return mean_abs_dlogp(aligned) if len(aligned.t) else None
 
@@ -89,7 +87,8 @@ def make_row(
     floor: float,
     seconds: float = 0.0,
 ) -> FactorRow:
-    """The row of a factor; a distance within the noise floor has no share, one near it a part."""
+    """The row of a factor; a distance within the noise floor has no share, one near it a reduced
+    one."""
     t, g, a, b = _common(reference, engine, contrast.scores_a, contrast.scores_b)
     if not len(t):
         return FactorRow(factor, contrast.a, contrast.b, note="no token was scored on all sides")
@@ -99,7 +98,7 @@ def make_row(
     if whole > 0:
         explained = max(0.0, 1 - float(np.abs(moved).mean()) / whole)
         explained = max(explained, min(1.0, contrast.roundings * (apart / whole) ** 2))
-    # Independent noise adds in squares: what is left of the distance without the floor's part.
+    # Independent noise adds in squares: the distance without the floor's part.
     above = math.sqrt(1 - (floor / apart) ** 2) if apart > floor else 0.0
     share = above * explained
     return FactorRow(
@@ -118,7 +117,7 @@ def make_row(
 
 
 def largest(rows: Sequence[FactorRow]) -> FactorRow | None:
-    """The factor that most of the whole goes with; None where no share is above 0."""
+    """The factor with the largest share of the whole; None if no share is above 0."""
     best = max((row.share or 0.0 for row in rows), default=0.0)
     if best <= 0:
         return None
@@ -126,13 +125,13 @@ def largest(rows: Sequence[FactorRow]) -> FactorRow | None:
 
 
 def named(rows: Sequence[FactorRow]) -> FactorRow | None:
-    """The factor that explains the whole, if one does."""
+    """The factor that explains the whole, or None."""
     row = largest(rows)
     return row if row and (row.share or 0.0) >= NAMED else None
 
 
 def explanation(rows: Sequence[FactorRow], whole: float) -> str:
-    """What the factors say of a whole of that many nats, as the end of a sentence."""
+    """The factors' explanation of a whole of that many nats, as the end of a sentence."""
     row = largest(rows)
     if row is None or row.left is None or row.whole is None:
         return f"no measured factor explains it: {whole:.2g} of {whole:.2g} left"
@@ -144,7 +143,7 @@ def explanation(rows: Sequence[FactorRow], whole: float) -> str:
 
 
 def _common(*views: Sequence[Array]) -> list[Array]:
-    """Each view's numbers [N] at the tokens that all of them have."""
+    """Each view's numbers [N] at the tokens that all have."""
     joined = [np.concatenate([np.zeros(0), *view]) for view in views]
     kept = np.logical_and.reduce([np.isfinite(each) for each in joined])
     return [each[kept] for each in joined]

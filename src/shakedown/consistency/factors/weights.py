@@ -1,4 +1,4 @@
-"""The weights that the server tells it has, against the reference's: by content, then by scores."""
+"""The server's reported weights compared with the reference's, by content and then by scores."""
 
 import hashlib
 from pathlib import Path
@@ -13,7 +13,7 @@ _BLOCK = 1 << 20  # bytes read at once
 
 
 def weights(bench: Bench) -> Contrast:
-    """The reference with its own weights, and with those of the folder that the server names.
+    """The reference with its own weights, and with those of the server's folder.
 
     Raises:
         NotMeasuredError: the server names no folder that can be read here.
@@ -36,19 +36,17 @@ def weights(bench: Bench) -> Contrast:
 
 
 def told_folder(bench: Bench) -> Path:
-    """The folder that the server is known or says to have its weights from.
+    """The folder of the server's weights, known or reported.
 
     Raises:
-        NotMeasuredError: there is none that can be read here.
-        NoDifferenceError: both sides name the same checkpoint of a hub.
+        NotMeasuredError: there is none that is readable here.
+        NoDifferenceError: both sides name the same hub checkpoint.
     """
     told = bench.plan.engine_weights or bench.ask(_root)
     if told and told == bench.plan.reference and not Path(told).is_dir():
         raise NoDifferenceError(f"both sides name {told}")
     if not told or not Path(told).is_dir():
-        raise NotMeasuredError(
-            f"the server names no folder of weights that can be read here: {told or 'none'}"
-        )
+        raise NotMeasuredError(f"the server names no readable folder of weights: {told or 'none'}")
     return Path(told)
 
 
@@ -65,7 +63,8 @@ def digest(folder: Path) -> str:
 
 
 async def _root(client: Client) -> str:
-    """The folder that vLLM's model list tells; of the start, whatever was loaded since."""
+    """The folder in vLLM's model list: that of its start, even if other weights were loaded
+    since."""
     reply = await client.send(Request("/v1/models", method="GET"))
     try:
         rows = {str(row["id"]): str(row.get("root") or "") for row in reply["data"]}
