@@ -1,1 +1,1 @@
-"""Everything a run wrote, as one HTML page and as a view in the terminal."""
+"""A run's results, as one HTML page and as terminal text."""

@@ -10,7 +10,7 @@ from shakedown.report.series import Point, Series
 
 @dataclass(frozen=True)
 class PlotArea:
-    """The drawing's size and the field of the curves in it.
+    """The drawing's size, and the area of the curves in it.
 
     One unit is about one CSS pixel: a card of the page is 340 to 380 pixels wide.
     """
@@ -28,7 +28,7 @@ PLOT = PlotArea()
 
 @dataclass(frozen=True)
 class Panel:
-    """What one chart shows: (column, label) pairs; `stacked` columns add up to a whole."""
+    """The content of one chart: (column, label) pairs; `stacked` columns add up to a whole."""
 
     title: str
     columns: Sequence[tuple[str, str]]
@@ -36,7 +36,7 @@ class Panel:
     stacked: bool = False
 
 
-# One row a chart, in reading order; charts whose columns a stage did not write are left out.
+# One row per chart, in reading order; charts without data are left out.
 PANELS = (
     Panel("Reward", [("reward_mean", "mean")]),
     Panel("Loss", [("loss", "loss")]),
@@ -44,10 +44,10 @@ PANELS = (
     Panel("Staleness", [("staleness_mean", "mean"), ("staleness_max", "max")], "weight versions"),
     Panel("Mismatch, k3", [("k3", "k3")], "nats"),
     Panel("Mismatch, mean |Δ log p|", [("mean_abs_dlogp", "mean")], "nats"),
-    Panel("Entropy", [("entropy", "mean")], "nats a token"),
+    Panel("Entropy", [("entropy", "mean")], "nats per token"),
     Panel("Gradient norm", [("grad_norm", "norm")]),
     Panel(
-        "Time of a step",
+        "Time per step",
         [("wait_seconds", "wait"), ("train_seconds", "train"), ("sync_seconds", "sync")],
         "s",
         stacked=True,
@@ -67,7 +67,7 @@ class Tick:
 class Curve:
     """One series of a chart; `slot` (1, 2, 3) chooses the colour.
 
-    `xs`, `ys` are the drawn points' coordinates, `steps`, `values` what they mean.
+    `xs`, `ys` are the drawn points' coordinates, `steps`, `values` their data.
     """
 
     label: str
@@ -83,7 +83,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart. `description` says in words what the curves do."""
+    """One chart. `description` puts the curves into words."""
 
     title: str
     unit: str
@@ -107,12 +107,13 @@ def charts(columns: Mapping[str, Series]) -> list[Chart]:
     return found
 
 
-# A stage of ours has some 50 columns without a panel; a file may hold thousands.
+# Our own stages have some 50 columns without a panel; a file may have thousands.
 MAX_OTHER = 200
 
 
 def other_charts(columns: Mapping[str, Series]) -> tuple[list[Chart], int]:
-    """A chart for every column that no panel knows, and how many have none, see `MAX_OTHER`."""
+    """A chart for every column without a panel, and the number of omitted columns, see
+    `MAX_OTHER`."""
     known = {key for panel in PANELS for key, _ in panel.columns}
     domain = _steps(columns.values())
     names = [name for name in columns if name not in known]
@@ -205,7 +206,7 @@ def _range(values: Sequence[float], *, from_zero: bool) -> tuple[float, float]:
     low, high = min(values, default=0.0), max(values, default=1.0)
     if from_zero or 0 <= low <= 0.5 * high:
         low = min(0.0, low)
-    # Equal up to rounding: stretched over the chart, its noise would look like a curve.
+    # Equal up to rounding: stretched over the chart, the noise would look like a curve.
     if high - low <= 1e-12 * max(abs(low), abs(high)):
         pad = abs(high) * 0.1 or 1.0
         low, high = (0.0, high + pad) if low == 0 else (low - pad, high + pad)
@@ -244,7 +245,7 @@ def _path(xy: Sequence[tuple[float, float]]) -> str:
 
 
 def _tick_label(value: float, high: float) -> str:
-    # What steps such as 0.1 leave over at zero would be labelled 1e-17.
+    # Rounding errors of steps such as 0.1 at zero would be labelled 1e-17.
     return "0" if abs(value) < 1e-9 * abs(high) else text.number(value)
 
 

@@ -1,4 +1,4 @@
-"""Read everything that a run has written so far into a `RunView`."""
+"""Read all results of a run so far into a `RunView`."""
 
 import re
 import time
@@ -33,11 +33,11 @@ def collect(root: Path) -> RunView:
     """Read a run's folder.
 
     Raises:
-        UsageError: `root` is not a folder, or no run's.
+        UsageError: `root` is not a folder, or not a run's.
     """
     paths = RunPaths(root)
     if not root.is_dir() or not _is_run(paths):
-        what = "holds no run" if root.is_dir() else "is not a folder"
+        what = "contains no run" if root.is_dir() else "is not a folder"
         raise UsageError(
             f"{root} {what}: expected a run's results, such as {_example(root)}",
             hint="give results/<run>, the folder that holds config.resolved.yaml",
@@ -63,14 +63,14 @@ def collect(root: Path) -> RunView:
 
 
 def _is_run(paths: RunPaths) -> bool:
-    """Whether anything that a run or one of its commands writes is there."""
+    """Whether the folder has any file of a run or one of its commands."""
     verdicts = [step.verdict for step in (paths.preflight, paths.agents, paths.consistency)]
     made = [paths.config, paths.workflow, paths.stages, paths.servers, paths.assets.file]
     return any(path.exists() for path in (*made, *verdicts))
 
 
 def _example(root: Path) -> str:
-    """A run in the folder, the one that changed last; else the demo's."""
+    """The run in the folder that changed last; else the demo's."""
     try:
         runs = [path for path in root.iterdir() if path.is_dir() and _is_run(RunPaths(path))]
         return str(max(runs, key=lambda path: path.stat().st_mtime, default="results/demo"))
@@ -96,7 +96,7 @@ def _server(reader: RunReader, paths: ServerPaths) -> ServerView:
 
 
 def _stages(reader: RunReader, paths: RunPaths, config: Mapping[str, Any]) -> list[StageView]:
-    """Stages of the config in its order, then those that only the disk knows."""
+    """The stages of the config in order, then those found only on disk."""
     planned = {
         str(name): plan
         for name, plan in mapping_of(config.get("stages")).items()
@@ -112,7 +112,7 @@ def _stage(reader: RunReader, paths: StagePaths, plan: object) -> StageView:
     attempts = reader.attempts(paths)
     newest = attempts[-1] if attempts else None
     if plan is None and newest is not None:
-        # `shakedown train` alone writes no config of the run: the attempt has its stage's.
+        # `shakedown train` on its own writes no run config; the attempt has its stage's.
         plan = (reader.mapping(paths.attempt(newest.number).job) or {}).get("config")
     rows = by_step(reader.rows(paths.metrics))
     return StageView(
@@ -138,9 +138,9 @@ def _cut_off_after(plan: object, rows: StepRows) -> float:
 
 
 def _current(reader: RunReader, path: Path, newest: AttemptView | None) -> Verdict | None:
-    """The verdict on the newest attempt: of the stage, or archived with the attempt itself.
+    """The verdict on the newest attempt, from the stage or archived with the attempt.
 
-    A verdict that is older than the newest attempt speaks of the attempt before it.
+    A verdict older than the newest attempt is about the previous one.
     """
     verdict = reader.verdict(path)
     if newest is None:
@@ -154,7 +154,7 @@ def _current(reader: RunReader, path: Path, newest: AttemptView | None) -> Verdi
 
 
 def _evaluations(reader: RunReader, attempts: Sequence[AttemptView]) -> list[Evaluation]:
-    """Held-out accuracies by step; of a step that was measured again the newest attempt counts."""
+    """Held-out accuracies by step; the newest attempt counts for a step measured twice."""
     found: dict[int, Evaluation] = {}
     for attempt in attempts:
         for row in reader.rows(AttemptPaths(attempt.root).evals):
@@ -169,7 +169,7 @@ def _evaluations(reader: RunReader, attempts: Sequence[AttemptView]) -> list[Eva
 
 
 def _moment(text: str) -> datetime | None:
-    """A time with its zone; None when it is not given so."""
+    """A time with its zone, or None."""
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
@@ -178,5 +178,5 @@ def _moment(text: str) -> datetime | None:
 
 
 def _name(value: object) -> str:
-    """Text as it is: printing what else YAML can hold (aliases of aliases) may never end."""
+    """Only text: printing other YAML values (aliases of aliases) may never end."""
     return value if isinstance(value, str) else ""

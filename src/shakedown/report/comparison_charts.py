@@ -9,7 +9,7 @@ from shakedown.consistency.compare import Aligned
 
 WIDTH, HEIGHT = 320.0, 200.0
 LEFT, RIGHT, TOP, BOTTOM = 44.0, 312.0, 8.0, 176.0
-_POINTS = 1500  # dots of the scatter: a page must open quickly
+_POINTS = 1500  # dots of the scatter plot, as a page must open quickly
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Bar:
-    """A rectangle and what it stands for."""
+    """A rectangle and its meaning."""
 
     x: float
     y: float
@@ -45,7 +45,7 @@ class Figure:
 
 
 def drawings(aligned: Aligned, *, seed: int = 0) -> list[Figure]:
-    """Scatter of probabilities, histogram of differences, mean difference by position."""
+    """Scatter plot of probabilities, histogram of differences, mean difference by position."""
     return [_scatter(aligned, seed), _histogram(aligned), _positions(aligned)]
 
 
@@ -70,8 +70,8 @@ def _scatter(aligned: Aligned, seed: int) -> Figure:
     )
 
 
-def _histogram(aligned: Aligned, bins: int = 31) -> Figure:  # odd: one bar stands over 0
-    """Counts on a logarithmic scale: single tokens far out must be visible."""
+def _histogram(aligned: Aligned, bins: int = 31) -> Figure:  # odd, so that one bar is centred on 0
+    """The histogram, with logarithmic counts so that single outlying tokens are visible."""
     reach = max(float(np.abs(aligned.r).max()), 1e-9)
     counts, edges = np.histogram(aligned.r, bins=bins, range=(-reach, reach))
     top = np.log10(counts.max() + 1)
@@ -87,7 +87,8 @@ def _histogram(aligned: Aligned, bins: int = 31) -> Figure:  # odd: one bar stan
 
 
 def _positions(aligned: Aligned, bins: int = 32) -> Figure:
-    """A mismatch that grows along the completion points at the decode path, not at the weights."""
+    """The mean difference by position: growth along the completion points at the decode path, not
+    at the weights."""
     last = int(aligned.position.max())
     width = max(1, -(-(last + 1) // bins))  # rounded up: at most `bins` bars
     means = pd.Series(np.abs(aligned.r)).groupby(aligned.position // width).mean()

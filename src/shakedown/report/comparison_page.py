@@ -19,7 +19,7 @@ from shakedown.report.comparison_tables import sample_lines, token_lines
 from shakedown.report.text import page_environment
 
 _WORST = 20  # tokens shown
-_CONTEXT = 12  # tokens before, and after half as many
+_CONTEXT = 12  # tokens shown before; half as many after
 _LONGEST = 200  # characters of one token's text
 
 
@@ -103,7 +103,7 @@ def render_report(result: Comparison, verdict: Verdict) -> str:
 
 
 def factor_row(row: FactorRow) -> FactorLine:
-    """Numbers as text; a row without a measurement has its reason alone."""
+    """Numbers as text; a row without a measurement has only its reason."""
     return FactorLine(
         row.factor,
         row.a,
@@ -124,7 +124,7 @@ def _number(value: float | None) -> str:
 
 
 def metric_rows(result: Comparison) -> list[MetricRow]:
-    """Every metric with its interval and, where the grade has one, its limit."""
+    """Every metric with its interval and, if the grade has one, its limit."""
     limits = result.explained.chosen.limits
     rows = []
     for name, metric in result.metrics.items():
@@ -168,7 +168,7 @@ def worst_tokens(result: Comparison) -> list[WorstToken]:
 
 
 def _text(result: Comparison, ids: Sequence[int]) -> str:
-    """Tokens as one line: a new line shows as a sign of its own."""
+    """Tokens on one line, with a visible sign for a line break."""
     joined = "".join(masked(result.decode(int(token))) for token in ids)
     joined = joined.replace("\n", "\N{RETURN SYMBOL}")
     if len(joined) <= _LONGEST:

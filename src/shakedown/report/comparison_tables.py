@@ -6,8 +6,8 @@ import numpy as np
 
 from shakedown.consistency.run import Comparison
 
-_SAMPLES = 32  # samples that are shown, those with the largest mean difference
-_TOKENS = 20  # token ids that are shown, those with the largest sum of differences
+_SAMPLES = 32  # samples shown, those with the largest mean difference
+_TOKENS = 20  # token ids shown, those with the largest sum of differences
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class SampleLine:
 
 @dataclass(frozen=True)
 class TokenLine:
-    """All places of one token id: how many, mean and largest |t - g| in nats, and its share of
-    the sum over all tokens.
+    """All occurrences of one token id: their number, mean and largest |t - g| in nats, and the
+    share of the sum over all tokens.
     """
 
     token: int

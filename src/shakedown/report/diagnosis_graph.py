@@ -1,16 +1,17 @@
-"""The wait-for graph as boxes and arrows, in pixels: a chain runs down, all else to the right."""
+"""The wait-for graph as boxes and arrows, in pixels: a chain runs down, everything else to the
+right."""
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from shakedown.diagnosis.wait_graph import Graph, GraphNode
 
-WIDTH, HEIGHT = 240, 50  # of a box
+WIDTH, HEIGHT = 240, 50  # width and height of a box
 GAP_X, GAP_Y = 110, 22
-GAP_DOWN = 58  # between the boxes of a chain: room for a number on the arrow
+GAP_DOWN = 58  # gap between the boxes of a chain, with room for a number on the arrow
 MARGIN = 6
-MAX_NUMBERS = 16  # more numbers would cover each other
-MAX_DOWN = 4  # so many boxes stand below each other whatever their order: that fits a phone
+MAX_NUMBERS = 16  # more numbers would overlap
+MAX_DOWN = 4  # up to this many boxes are stacked in any order, which fits a phone
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """A path and the place of its number in the table below the drawing (0: none)."""
+    """A path, and the position of its number in the table below the drawing (0: none)."""
 
     path: str
     x: int
@@ -46,7 +47,7 @@ class Drawing:
 
 
 def draw(graph: Graph) -> Drawing:
-    """Whoever waits stands left of or above whom it waits for; culprits come last."""
+    """The layout: a waiter is left of or above the awaited; culprits come last."""
     columns = _columns(graph)
     gap = GAP_DOWN if len(columns) == 1 else GAP_Y
     tallest = max((len(rows) for rows in columns), default=0)
@@ -82,7 +83,7 @@ def _columns(graph: Graph) -> list[list[int]]:
 
 
 def _arrow(a: tuple[int, int], b: tuple[int, int], number: int, *, cyclic: bool) -> Arrow:
-    """There and back between two boxes keep to different sides."""
+    """Arrows in both directions between two boxes use different sides."""
     (ax, ay), (bx, by) = a, b
     if ax != bx:
         return _across(a, b, number, cyclic=cyclic)
@@ -115,7 +116,7 @@ def _across(a: tuple[int, int], b: tuple[int, int], number: int, *, cyclic: bool
 
 
 def _ease(t: float) -> float:
-    """Height of the curve at `t`: its control points lie level with its ends."""
+    """The curve's height at `t`; its control points are level with its ends."""
     return 3 * (1 - t) * t * t + t**3
 
 

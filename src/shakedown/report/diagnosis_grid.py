@@ -1,4 +1,4 @@
-"""The grid of ranks: a cell a rank while they can be read, else a map with one path a class."""
+"""The grid of ranks: one cell per rank while readable, else a map with one path per class."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from shakedown.core.ranges import ranges, runs
 from shakedown.diagnosis.advice import spans
 
-MAX_CELLS = 256  # more cells are not read one by one
-MAX_MAP = 16384  # cells of the map; of more ranks several share a cell
+MAX_CELLS = 256  # limit of individually readable cells
+MAX_MAP = 16384  # cells of the map; with more ranks several share a cell
 MAP_COLUMNS = 128
 MAX_HOST_ROWS = 24
 MAX_MERGED = 12
@@ -25,7 +25,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class HostRow:
-    """One host, or `hosts` neighbours that look alike."""
+    """One host, or `hosts` similar neighbours."""
 
     label: str
     cells: tuple[Cell, ...]
@@ -53,7 +53,8 @@ def cells_of(classes: Sequence[Sequence[int]], culprits: frozenset[int]) -> list
 
 
 def rank_map(cells: Sequence[Cell]) -> Map:
-    """Equal neighbours in a row are one rectangle; a culprit rules the cell that it shares."""
+    """The map's cells: equal neighbours in a row form one rectangle; a culprit determines a shared
+    cell."""
     per_cell = -(-len(cells) // MAX_MAP)
     shared = [cells[i : i + per_cell] for i in range(0, len(cells), per_cell)]
     columns = min(MAP_COLUMNS, max(16, 8 * round(len(shared) ** 0.5 / 8)))
@@ -82,7 +83,7 @@ def _box(column: int, row: int, width: int) -> str:
 
 
 def _frames(cells: Sequence[int], columns: int) -> list[str]:
-    """Rectangles round neighbouring cells, cut where a row ends."""
+    """Rectangles around neighbouring cells, split at the ends of rows."""
     found = []
     for first, last in runs(cells):
         for row in range(first // columns, last // columns + 1):
@@ -95,7 +96,7 @@ def _frames(cells: Sequence[int], columns: int) -> list[str]:
 def host_rows(
     cells: Sequence[Cell], hosts: Mapping[str, str], labels: Sequence[str]
 ) -> list[HostRow]:
-    """Hosts with a culprit first, a row each; the others merged where their classes agree."""
+    """Hosts with a culprit first, one row each; the others merged if their classes agree."""
     by_rank = {cell.rank: cell for cell in cells}
     rows: list[HostRow] = []
     alike: dict[str, list[tuple[str, list[Cell]]]] = defaultdict(list)
@@ -121,7 +122,7 @@ def host_rows(
 
 
 def _members(text: str, known: Mapping[int, Cell]) -> list[int]:
-    """Ranks of a host that are known; a range wider than all ranks is cut."""
+    """The known ranks of a host; a range beyond all ranks is cut."""
     return [r for a, b in spans(text) for r in range(a, min(b, a + len(known)) + 1) if r in known]
 
 

@@ -20,7 +20,7 @@ _TEMPLATE = "diagnosis.html.j2"
 
 @dataclass(frozen=True)
 class Origin:
-    """The attempt of a stage that a page tells of; its links are relative to the stage's folder."""
+    """The attempt that a page is about; its links are relative to the stage's folder."""
 
     attempt: AttemptPaths
 
@@ -39,10 +39,10 @@ class Origin:
         return self._link(RunPaths(self.stage.parent.parent).report)
 
     def link(self, place: str) -> str:
-        """To the file of a piece of evidence (`round1/x.txt:3`); empty where it is not there."""
+        """The link to an evidence file (`round1/x.txt:3`); empty if the file does not exist."""
         name = re.sub(r":\d+$", "", place)
         for path in (self.attempt.evidence / name, self.attempt.root / name):
-            with contextlib.suppress(OSError):  # a name of an input may be too long for one
+            with contextlib.suppress(OSError):  # an input's name may be too long for a file
                 if path.is_file():
                     return self._link(path)
         return ""
@@ -92,10 +92,11 @@ def write_page(verdict: Verdict, path: Path, origin: Origin | None = None) -> No
 
 
 def colour(number: int, *, culprit: bool) -> str:
-    """A class's ground, light enough for dark text in both schemes: a class of culprits is orange.
+    """A class's background, light enough for dark text in both schemes; classes of culprits are
+    orange.
 
-    The others go round from yellow to violet in steps of the golden angle; the lightness changes
-    too, because no 64 hues can be told apart.
+    The others run from yellow to violet in steps of the golden angle; the lightness varies too,
+    because 64 hues cannot be told apart.
     """
     if culprit:
         return f"hsl({18 + 9 * (number % 3)} 95% 70%)"

@@ -1,4 +1,4 @@
-"""A diagnosis for a person at a terminal: plain lines, bounded in width and number. Pure."""
+"""A diagnosis as terminal text: plain lines, bounded in width and number. Pure."""
 
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -10,10 +10,10 @@ from shakedown.diagnosis.records import clean
 from shakedown.report import stack_tree
 from shakedown.report.diagnosis_view import View
 
-WIDTH = 120  # where no terminal says
+WIDTH = 120  # if no terminal tells its width
 SENTENCE_LINES = 4
 FULL_WIDTH = 4000
-# Lines of each section, in this order; those with none come where others leave room, or by --full.
+# Lines of each section, in order; sections with 0 appear if others leave room, or with --full.
 LIMITS = {
     "culprits": 3,
     "next": 3,
@@ -26,17 +26,17 @@ LIMITS = {
 }
 _RED, _BOLD, _PLAIN = "\x1b[31;1m", "\x1b[1m", "\x1b[0m"
 MAX_LINES = 23  # with the names of the two files written: 25
-# Who gets lines that others leave over.
+# Sections that get lines left over by others.
 _SPARE = ("against it", "collectives around the break", "classes", "evidence", "call paths")
-_LEAST = 3  # lines for which a section with no lines of its own appears
+_LEAST = 3  # leftover lines needed for a section without its own lines
 _COMMAND = "    $ "
-_CULPRIT = "* "  # stands before whatever holds a culprit
+_CULPRIT = "* "  # precedes everything that contains a culprit
 
 
 def render(
     verdict: Verdict, width: int = WIDTH, *, full: bool = False, colour: bool = False
 ) -> str:
-    """The sentence, then sections. `full`: nothing is left out or cut. `*` marks culprits."""
+    """The sentence, then sections. `full`: nothing is omitted or cut. `*` marks culprits."""
     view = View(verdict)
     width = max(width, 40)
     head = f"{verdict.stage}: {verdict.status}: {clean(view.sentence, FULL_WIDTH)}"
@@ -63,12 +63,12 @@ def render(
 
 
 def _fit(row: str, limit: int) -> str:
-    """Cut to the width; a command stays whole, to be copied."""
+    """The line cut to the width; a command stays whole, for copying."""
     return clean(row, FULL_WIDTH if row.startswith(_COMMAND) else limit)
 
 
 def _shares(wanted: Mapping[str, int], lines: int) -> dict[str, int]:
-    """Lines of each section: its own limit, and what others leave over in the order below."""
+    """The number of lines of each section: its own limit, and leftovers in the order below."""
     own = {title: min(n, LIMITS[title]) for title, n in wanted.items()}
     spare = lines - sum(1 + n for n in own.values() if n)
     shares = {title: LIMITS[title] for title in wanted}
@@ -85,7 +85,7 @@ def _shares(wanted: Mapping[str, int], lines: int) -> dict[str, int]:
 def _bounded(rows: list[str], limit: int) -> list[str]:
     if len(rows) <= limit:
         return rows
-    if limit < 2:  # no line is spent on saying that there are more
+    if limit < 2:  # do not spend a line on saying that there are more
         return rows[:limit]
     return [*rows[: limit - 1], f"  ... {len(rows) - limit + 1} more lines: --full"]
 

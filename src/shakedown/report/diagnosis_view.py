@@ -1,4 +1,4 @@
-"""A diagnosis verdict as the page and the terminal show it: ordered, merged, bounded. Pure."""
+"""A diagnosis verdict for the page and the terminal: ordered, merged, bounded. Pure."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -23,9 +23,9 @@ MAX_TEXT = 2000  # characters of one sentence or quote
 
 @dataclass(frozen=True)
 class ShownClass:
-    """A class with its letter. `ranks` as text; `where`: the innermost user frame.
+    """A class with its letter. `ranks`: as text; `where`: the innermost user frame.
 
-    `culprit`: how many culprits it holds.
+    `culprit`: the number of culprits in it.
     """
 
     label: str
@@ -39,14 +39,14 @@ class ShownClass:
 
 @dataclass(frozen=True)
 class Quote:
-    """`place`: file and line; `text`: what stands there."""
+    """`place`: file and line; `text`: its content."""
 
     place: str
     text: str
 
 
 class View:
-    """What both outputs share. Keys that an older verdict lacks count as empty."""
+    """The view that both outputs share. Keys that an older verdict lacks count as empty."""
 
     def __init__(self, verdict: Verdict) -> None:
         self.verdict = verdict
@@ -65,17 +65,17 @@ class View:
 
     @property
     def calm(self) -> bool:
-        """Nothing is wrong: what was not given, or not found, is not missing."""
+        """Whether nothing is wrong, so that absent inputs are not missing."""
         return "healthy" in (self.diagnosis["state"], self.diagnosis["cause"])
 
     @property
     def moment(self) -> bool:
-        """There is more to see of the ranks than their numbers."""
+        """Whether there is more to show of the ranks than their numbers."""
         return bool(self.roots or self.graph.nodes or self.timeline)
 
     @property
     def wants_recorder(self) -> bool:
-        """The ranks' last calls would tell more, and nobody gave them."""
+        """Whether the ranks' last calls, which were not given, would tell more."""
         return not self.calm and self.diagnosis["state"] in ("hung", "unknown")
 
     @cached_property
@@ -117,7 +117,7 @@ class View:
 
     @cached_property
     def culprits(self) -> list[tuple[str, str]]:
-        """(who, where it stands): ranks by class, then roles and nodes."""
+        """(who, where): ranks by class, then roles and nodes."""
         found = []
         rest = set(self.culprit_ranks)
         for label, row in zip(self.labels, self.rows, strict=True):
@@ -150,7 +150,7 @@ class View:
 
     @cached_property
     def why(self) -> list[str]:
-        """What the confidence rests on."""
+        """The basis of the confidence."""
         formats: dict[str, int] = {}
         for kind in self.verdict.extra.get("sources", {}).values():
             formats[str(kind)] = formats.get(str(kind), 0) + 1
@@ -161,19 +161,19 @@ class View:
             [f"ranks seen: {seen:,}, in {sum(formats.values()):,} inputs: {read}"] if read else []
         )
         if self.all_evidence:
-            found.append(f"{plural(len(self.all_evidence), 'piece')} of evidence named below")
+            found.append(f"{plural(len(self.all_evidence), 'piece')} of evidence listed below")
         if conflicts:
             found.append(f"conflicting readings: {conflicts}, each lowers it by 0.1")
         else:
             other = " else" if self.culprits else ""
-            found.append(f"no reading of the inputs names anybody{other}")
+            found.append(f"no reading of the inputs names a culprit{other}")
         if self.diagnosis["needed"]:
-            found.append('it would rise with what is listed as "to be sure"')
+            found.append('the items listed under "to be sure" would raise it')
         return found
 
     @cached_property
     def all_evidence(self) -> list[Quote]:
-        """Evidence of all findings, each once; places without a text get their quote."""
+        """The evidence of all findings, each once; places without a text get their quote."""
         quotes = self.verdict.extra.get("quotes", {})
         found: dict[str, Quote] = {}
         for finding in self.verdict.findings:
@@ -193,7 +193,7 @@ class View:
 
     @cached_property
     def skipped(self) -> list[Quote]:
-        """Inputs that were not read."""
+        """The inputs that were not read."""
         rows = [f for f in self.verdict.findings if f.check == "read"]
         return [Quote(cut(f.subject, 300), cut(str(f.measured), 300)) for f in rows]
 
@@ -214,7 +214,7 @@ class View:
 
 
 def has_frames(group: Mapping[str, Any]) -> bool:
-    """A call of this group in the timeline says where in the code it stands."""
+    """Whether a call of this group in the timeline has its place in the code."""
     return any(call["where"] for row in group["rows"] for call in row["calls"])
 
 

@@ -1,6 +1,6 @@
 """episodes.html: conversations of an agent's episodes, failed ones first, and some good ones.
 
-One file without scripts, which needs no network; all that stands in it is escaped.
+One file without scripts or network access; everything in it is escaped.
 """
 
 import os
@@ -23,16 +23,16 @@ from shakedown.report.facts import check_table
 from shakedown.report.text import page_environment
 
 MOST_FAILED, MOST_OF_CAUSE, MOST_GOOD = 200, 50, 40  # conversations on the page
-_ROOM = 6_000_000  # characters of all conversations; a browser is slow with more
+_ROOM = 6_000_000  # characters of all conversations; browsers are slow with more
 
 Line = Mapping[str, Any]
 
 
 @dataclass
 class ChosenEpisodes:
-    """The episodes of a page, and how many there are of each cause (empty: good) in the file.
+    """The episodes of a page, and the number of each cause (empty: good) in the file.
 
-    `damage`: what to say of lines of the file that are no episodes.
+    `damage`: the note on lines of the file that are not episodes.
     """
 
     failed: list[EpisodeView] = field(default_factory=list)
@@ -60,11 +60,11 @@ def write_page(paths: AgentsPaths, verdict: Verdict) -> None:
 
 
 def choose(lines: Iterable[tuple[int, Line]]) -> ChosenEpisodes:
-    """Of each cause the first ones, and of good episodes a sample that is the same each time.
+    """The first episodes of each cause, and a reproducible sample of good ones.
 
     Args:
-        lines: with their numbers. They are taken one by one: a file of any size needs the room of
-            what is shown.
+        lines: the lines with their numbers, read one by one: memory is only needed for what is
+            shown.
     """
     found, draw = ChosenEpisodes(), random.Random(0)
     good: list[EpisodeView] = []
@@ -78,7 +78,7 @@ def choose(lines: Iterable[tuple[int, Line]]) -> ChosenEpisodes:
             _sample(good, line, number, found.causes[""], draw)
         elif found.causes[cause] <= MOST_OF_CAUSE and len(found.failed) < MOST_FAILED:
             found.failed.append(episode_view(line, number))
-    found.failed.sort(key=lambda episode: episode.index)  # the first is what `next` runs again
+    found.failed.sort(key=lambda episode: episode.index)  # `next` runs the first one again
     found.good = sorted(good, key=lambda episode: episode.line)
     room = _ROOM
     for episodes in (found.failed, found.good):
@@ -90,7 +90,7 @@ def render(chosen: ChosenEpisodes, verdict: Verdict, run_page: str = "") -> str:
     """The page as text.
 
     Args:
-        run_page: the URL of the page of the whole run; empty: there is none.
+        run_page: the URL of the whole run's page; empty: there is none.
     """
     environment = page_environment()
     for function in (text.duration, text.number, text.plural, text.shorten):
@@ -116,7 +116,7 @@ def _sample(
 
 
 def _keep(episodes: list[EpisodeView], room: int) -> int:
-    """Drop what there is no room for; returns what is left of it."""
+    """Drop what does not fit; returns the remaining room."""
     for place, episode in enumerate(episodes):
         room -= episode.size
         if room < 0:
@@ -126,7 +126,7 @@ def _keep(episodes: list[EpisodeView], room: int) -> int:
 
 
 def _run_page(paths: AgentsPaths) -> str:
-    """Only for the folder of a run: its page lies beside, or will."""
+    """The URL of the run's page, only for the folder of a run."""
     run = RunPaths(paths.root.absolute().parent)
     if run.agents.root != paths.root.absolute() or not run.config.is_file():
         return ""

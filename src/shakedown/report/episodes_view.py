@@ -1,4 +1,4 @@
-"""What a page shows of the lines of episodes.jsonl: pure, and whatever stands in them."""
+"""The view of episodes.jsonl for a page, whatever its lines contain. Pure."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,12 +8,12 @@ from typing import Any
 from shakedown.report import text
 
 LONGEST_TEXT = 6000  # characters of one text on the page; the file has more
-MOST_CALLS, MOST_MESSAGES = 60, 40  # of an episode, of a call
+MOST_CALLS, MOST_MESSAGES = 60, 40  # messages shown of an episode and of a call
 
 
 @dataclass(frozen=True)
 class MessageView:
-    """One message or reply; `note`: what stands beside its text, such as why it ended."""
+    """One message or reply; `note`: a remark beside its text, such as why it ended."""
 
     role: str
     text: str = ""
@@ -56,7 +56,7 @@ class EpisodeView:
 
     @property
     def size(self) -> int:
-        """Characters of its texts, about."""
+        """The approximate number of characters of its texts."""
         shown = [m for call in self.calls for m in (*call.messages, *call.replies)]
         tools = sum(len(arguments) for message in shown for _, arguments in message.tools)
         return len(self.trace) + len(self.detail) + tools + sum(len(m.text) + 200 for m in shown)
@@ -144,7 +144,7 @@ def _tool(function: Any) -> tuple[str, str]:
 
 
 def _content(content: Any) -> str:
-    """Text as it is; of parts that are all text, their texts."""
+    """The text itself, or the joined texts of text-only parts."""
     parts = _objects(content)
     if parts and len(parts) == len(content) and all("text" in part for part in parts):
         return _long("\n".join(str(part["text"]) for part in parts))

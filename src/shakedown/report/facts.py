@@ -1,4 +1,4 @@
-"""The figures, the diagnosis and the versions that a page shows, from a `RunView`: pure."""
+"""Figures, diagnosis and versions for a page, from a `RunView`. Pure."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,12 +19,12 @@ MAX_CHECKS, MAX_FIGURES = 12, 40
 CHECK_FIGURES = (
     ("episodes", "episodes"),
     ("episodes_ok", "good episodes"),
-    ("good_episodes_per_second", "good episodes a second"),
+    ("good_episodes_per_second", "good episodes per second"),
     ("latency_p50_seconds", "latency, median"),
     ("latency_p99_seconds", "latency, 99th percentile"),
-    ("tokens_per_second", "tokens a second"),
-    ("loop_lag_p99_seconds", "event loop's lag, 99th percentile"),
-    ("loop_lag_max_seconds", "event loop's lag, longest"),
+    ("tokens_per_second", "tokens per second"),
+    ("loop_lag_p99_seconds", "event loop lag, 99th percentile"),
+    ("loop_lag_max_seconds", "event loop lag, longest"),
     ("loop_cpu_wait_max_seconds", "event loop's longest wait for a CPU"),
     ("http_failed", "requests without an answer"),
 )
@@ -33,7 +33,7 @@ SERVER_KEYS = ("engine", "served_name", "node", "pid", "started", "model")
 
 @dataclass(frozen=True)
 class Figure:
-    """One number that matters, with a word on what it is compared with."""
+    """One key number, with a note on its reference."""
 
     label: str
     value: str
@@ -42,7 +42,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class CheckTable:
-    """Figures of an agent's checks: a row is a label and one value for each check."""
+    """Figures of an agent's checks: each row has a label and one value per check."""
 
     checks: Sequence[str]
     rows: Sequence[tuple[str, Sequence[str]]]
@@ -50,7 +50,7 @@ class CheckTable:
 
 @dataclass(frozen=True)
 class SplitFindings:
-    """Findings for a page: those that are not good, worst first, and the others."""
+    """Findings for a page: the bad ones, worst first, and the others."""
 
     bad: Sequence[Finding]
     good: Sequence[Finding]
@@ -62,7 +62,7 @@ class SplitFindings:
 
 @dataclass(frozen=True)
 class StackClass:
-    """Ranks that stand at the same place; `frames` innermost first, PyTorch cut short."""
+    """Ranks at the same place; `frames` innermost first, PyTorch shortened."""
 
     ranks: str
     waiting_in: str
@@ -71,7 +71,7 @@ class StackClass:
 
 @dataclass(frozen=True)
 class DiagnosisFacts:
-    """A hang's diagnosis in rows: who, why, how sure, what is missing."""
+    """A hang's diagnosis in rows: who, why, how certain, what is missing."""
 
     facts: Sequence[tuple[str, str]] = ()
     classes: Sequence[StackClass] = field(default_factory=list)
@@ -105,15 +105,15 @@ def figures(stage: StageView) -> list[Figure]:
 
 
 def server_facts(server: ServerView) -> list[tuple[str, str]]:
-    """What to know of a server beside its address, as far as its file tells."""
+    """Facts about a server beside its address, from its file."""
     told = ((key.replace("_", " "), server.endpoint.get(key)) for key in SERVER_KEYS)
     return [(key, text.shorten(value, 120)) for key, value in told if value not in (None, "")]
 
 
 def check_table(verdict: Verdict | None) -> CheckTable | None:
-    """The checks of an agent beside each other; None: the verdict is of none.
+    """The checks of an agent side by side; None if the verdict has none.
 
-    Metrics of `agent checks` begin with the check's name, those of `agent run` with nothing.
+    Metrics of `agent checks` begin with the check's name, those of `agent run` do not.
     """
     told = verdict.metrics if verdict else {}
     names = [name.removesuffix("episodes") for name in told if name.endswith("episodes")]
@@ -143,7 +143,7 @@ def _figure(metric: str, value: float | None) -> str:
 
 
 def columns(stage: StageView) -> dict[str, Series]:
-    """The metrics' columns with the held-out accuracies beside them."""
+    """The metrics' columns, with the held-out accuracies."""
     rows = {
         row.step: {"sampled_accuracy": row.sampled, "greedy_accuracy": row.greedy}
         for row in stage.evaluations
@@ -168,7 +168,7 @@ def split_findings(verdict: Verdict) -> SplitFindings:
 
 
 def diagnosis_facts(verdict: Verdict | None) -> DiagnosisFacts:
-    """The `diagnosis` key of a verdict; empty for a stage that is healthy or was not judged."""
+    """The `diagnosis` key of a verdict; empty for a healthy or unjudged stage."""
     body = verdict.extra.get("diagnosis") if verdict else None
     if not isinstance(body, Mapping) or body.get("state") == "healthy":
         return DiagnosisFacts()
@@ -185,7 +185,7 @@ def diagnosis_facts(verdict: Verdict | None) -> DiagnosisFacts:
 
 
 def versions(view: RunView) -> dict[str, dict[str, list[str]]]:
-    """package -> version -> the stages that saw it."""
+    """package -> version -> the stages that used it."""
     judged = [("preflight", view.preflight), ("agents", view.agents)]
     judged += [("consistency", view.consistency)]
     judged += [(f"serve {server.name}", server.verdict) for server in view.servers]
@@ -201,7 +201,7 @@ def versions(view: RunView) -> dict[str, dict[str, list[str]]]:
 
 
 def bad_exits(outcome: Outcome) -> str:
-    """`trainer-rank1 -9, orchestrator 1`: the components that did not end with 0."""
+    """`trainer-rank1 -9, orchestrator 1`: the components with a nonzero exit code."""
     return ", ".join(f"{name} {code}" for name, code in outcome.exit_codes.items() if code)
 
 
@@ -230,7 +230,7 @@ def _classes(value: object) -> list[StackClass]:
 
 
 def _frames(path: Sequence[str]) -> list[str]:
-    """The innermost frame, and the two innermost ones outside PyTorch: where the fault is made."""
+    """The innermost frame, and the two innermost ones outside PyTorch, where the fault is."""
     inwards = list(reversed(path))
     own = next((i for i, frame in enumerate(inwards) if "(torch/" not in frame), 0)
     between = ["…"] if own > 1 else []

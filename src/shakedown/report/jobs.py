@@ -1,4 +1,4 @@
-"""The Slurm jobs of a run: which they are, what Slurm says of them, and what that means."""
+"""The Slurm jobs of a run: their ids, their states in Slurm, and the meaning of these."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,20 +16,20 @@ from shakedown.slurm.jobs import JOB_ID, Job, is_marked
 from shakedown.slurm.jobs import ask as squeue
 from shakedown.slurm.nodes import node_troubles
 
-_WORD_BYTES = 256  # of a server's file that holds one word
+_WORD_BYTES = 256  # bytes of a server's one-word file
 
-# What Slurm's reasons mean to who waits (squeue(1), "JOB REASON CODES"), by how they begin.
+# The meaning of Slurm's reasons (squeue(1), "JOB REASON CODES"), by prefix.
 _REASONS: Mapping[str, str] = {
-    "Resources": "it waits until enough nodes are free",
-    "Priority": "jobs of higher priority are ahead of it",
-    "BeginTime": "it was asked to begin later",
+    "Resources": "it waits for enough free nodes",
+    "Priority": "jobs with higher priority are ahead of it",
+    "BeginTime": "its requested start is later",
     "JobHeldUser": "it is held until `scontrol release`",
     "JobHeldAdmin": "an administrator holds it",
     "ReqNodeNotAvail": "a node that it needs is down, drained or reserved",
-    "PartitionNodeLimit": "the partition has or allows fewer nodes: it will not start so",
-    "PartitionTimeLimit": "the partition allows less time: it will not start so",
+    "PartitionNodeLimit": "the partition has or allows fewer nodes: it cannot start like this",
+    "PartitionTimeLimit": "the partition allows less time: it cannot start like this",
     "PartitionDown": "the partition starts no jobs now",
-    "BadConstraints": "no node has what it asks for",
+    "BadConstraints": "no node has what it requests",
     "QOS": "a limit of its quality of service is reached",
     "Assoc": "a limit of its account is reached",
 }
@@ -37,7 +37,7 @@ _REASONS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Jobs:
-    """`by_folder`: the newest job of each step, by the step's folder; `notes`: what else to say."""
+    """`by_folder`: the newest job of each step, by the step's folder; `notes`: further remarks."""
 
     by_folder: Mapping[str, JobView] = field(default_factory=dict)
     workflow: WorkflowRun | None = None
@@ -45,10 +45,10 @@ class Jobs:
 
 
 def find(view: RunView, *, ask: bool) -> Jobs:
-    """The jobs of the run; nothing that is missing, broken or silent is an error, it is a note.
+    """The jobs of the run; anything missing, broken or silent becomes a note, not an error.
 
     Args:
-        ask: Slurm about those whose end is not noted.
+        ask: whether to ask Slurm about jobs without a recorded end.
     """
     notes: list[str] = []
     workflow, noted = _submitted(view.root, notes)
@@ -69,12 +69,12 @@ def _submitted(run: Path, notes: list[str]) -> tuple[WorkflowRun | None, list[No
         jobs = noted_jobs(Path(workflow.jobs), run, notes.append) if workflow else []
         return workflow, jobs
     except (ShakedownError, OSError, ValueError) as error:
-        notes.append(f"the run's Slurm jobs are not known: {error}")
+        notes.append(f"the run's Slurm jobs cannot be determined: {error}")
         return workflow, []
 
 
 def _of_server(folder: ServerPaths) -> list[NotedJob]:
-    """The server's own job, known by its mark."""
+    """The server's own job, recognised by its mark."""
     job_id, mark = _word(folder.job), _word(folder.job_mark)
     if JOB_ID.fullmatch(job_id) is None:
         return []
@@ -92,8 +92,8 @@ def _word(path: Path) -> str:
 
 
 def _ask(noted: Iterable[NotedJob], notes: list[str]) -> dict[NotedJob, Job]:
-    """What Slurm says of each; of one that it has forgotten, or whose number is another job's, a
-    job without a state."""
+    """Slurm's state of each job; a job without a state if Slurm has forgotten it or reused its
+    number."""
     clusters: dict[str, list[NotedJob]] = defaultdict(list)
     for job in noted:
         clusters[job.cluster].append(job)
@@ -105,7 +105,7 @@ def _ask(noted: Iterable[NotedJob], notes: list[str]) -> dict[NotedJob, Job]:
         except ShakedownError as error:
             notes.append(
                 f"Slurm could not be asked about {_listed(ids)}: {error}; "
-                "what follows of jobs is from files alone"
+                "the states of jobs below come only from files"
             )
             continue
         for job in jobs:
@@ -115,7 +115,7 @@ def _ask(noted: Iterable[NotedJob], notes: list[str]) -> dict[NotedJob, Job]:
 
 
 def _is_own(noted: NotedJob, told: Job) -> bool:
-    """A number alone may be another cluster's job, or one of a cluster that was made anew."""
+    """A bare number may belong to another cluster's job, or to a rebuilt cluster."""
     if noted.mark:
         return is_marked(noted.mark, told.name, told.comment)
     return told.name == noted.name
@@ -138,10 +138,10 @@ def _listed(ids: Iterable[str]) -> str:
 def with_job(
     state: StageState, sentence: str, job: JobView | None, now: float
 ) -> tuple[StageState, str]:
-    """A step's state and sentence by its files, and what its Slurm job adds: pure.
+    """A step's state and sentence from its files, amended by its Slurm job. Pure.
 
-    A job that waits or runs outranks the files, which may be of the job before it. One that has
-    ended matters where no result came.
+    A waiting or running job outranks the files, which may be from the previous job. An ended job
+    matters if there is no result.
     """
     if job is None or job.outcome == "succeeded":
         return state, sentence
@@ -153,13 +153,13 @@ def with_job(
     if state not in ("NOT RUN", "RUNNING"):
         return state, sentence
     if job.told is None and not job.outcome:
-        asked = f"submitted as job {job.job_id}; whether it waits or runs is not known here"
+        asked = f"submitted as job {job.job_id}; its current state is unknown here"
         return ("RUNNING", f"{sentence}; {asked}") if state == "RUNNING" else ("PENDING", asked)
     return "UNKNOWN", f"no result was written, and {ended(job)}"
 
 
 def ended(job: JobView) -> str:
-    """How a job that is no more in the queue ended, as a clause."""
+    """How a job that has left the queue ended, as a clause."""
     if job.outcome:
         told = {"failed": "failed", "cancelled": "was cancelled"}.get(job.outcome, "was lost")
         return f"its job {job.job_id} {told}"

@@ -1,4 +1,4 @@
-"""Logs as a terminal may see them: whole lines, bounded, followed as they grow."""
+"""Logs made safe for a terminal: whole lines, bounded, followed as they grow."""
 
 import contextlib
 import re
@@ -7,20 +7,20 @@ from pathlib import Path
 
 from shakedown.core.visible import is_visible, masked
 
-MAX_CHARS = 2000  # of a line that are shown
-_BLOCK = 1 << 20  # of a log and look
-# Colours and cursor moves of programs that take a log for a terminal.
+MAX_CHARS = 2000  # characters shown of a line
+_BLOCK = 1 << 20  # bytes per log and look
+# Colours and cursor moves of programs that mistake a log for a terminal.
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 
 class LogFollower:
-    """New whole lines of logs, from the begin of each on or from its last lines."""
+    """A reader of new whole lines of logs, from the start of each or from its last lines."""
 
     def __init__(self) -> None:
         self._offsets: dict[Path, int] = {}
 
     def skip_to_tail(self, path: Path, lines: int) -> None:
-        """Begin with the last `lines` lines of what is there, of its last MiB at most."""
+        """Start with the last `lines` lines, from at most the last MiB."""
         with contextlib.suppress(OSError), path.open("rb") as stream:
             size = stream.seek(0, 2)
             begin = stream.seek(max(0, size - _BLOCK))
@@ -29,12 +29,12 @@ class LogFollower:
             self._offsets[path] = begin + len(block) - len(kept) - block.endswith(b"\n")
 
     def new_lines(self, path: Path, *, last: bool = False) -> list[str]:
-        """What was added, at most a MiB; a line that is being written is left for later.
+        """The added lines, at most a MiB; an unfinished line is left for later.
 
-        A log that shrank was written anew. A log that is gone or cannot be read has no lines.
+        A log that shrank was rewritten. A missing or unreadable log has no lines.
 
         Args:
-            last: what has no end of line is a line too.
+            last: text without a line end also counts as a line.
         """
         try:
             with path.open("rb") as stream:
@@ -55,7 +55,7 @@ class LogFollower:
 def merged(
     follower: LogFollower, logs: Mapping[str, Path], *, last: bool = False
 ) -> Iterator[tuple[str, list[str]]]:
-    """What was added to each log, (component, lines), log by log."""
+    """The lines added to each log, as (component, lines), log by log."""
     for name, path in logs.items():
         while lines := follower.new_lines(path, last=last):
             yield name, lines
@@ -63,16 +63,16 @@ def merged(
 
 def _clean_all(block: bytes) -> list[str]:
     text = block.decode("utf-8", "replace")
-    # Most logs have nothing to clean: to look once at a MiB takes a tenth of looking at its lines.
+    # Most logs have nothing to clean: checking a whole MiB takes a tenth of checking its lines.
     if is_visible(text) and "\t" not in text:
         return [_bounded(line) for line in text.split("\n")]
     return [clean(raw) for raw in block.split(b"\n")]
 
 
 def clean(raw: bytes) -> str:
-    """A line as text that a terminal may see: one line, printable, bounded.
+    """A line made safe for a terminal: one line, printable, bounded.
 
-    Of a progress bar that a program drew again and again on one line the last state stays.
+    Only the last state of a progress bar that was redrawn on one line is kept.
     """
     states = raw.decode("utf-8", "replace").split("\r")
     text = _ESCAPES.sub("", next((s for s in reversed(states) if s.strip()), ""))
@@ -85,6 +85,6 @@ def _bounded(text: str) -> str:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Sorts `rank2` before `rank10`."""
+    """A sort key that puts `rank2` before `rank10`."""
     parts = re.split(r"(\d{1,18})", name)
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]

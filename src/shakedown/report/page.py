@@ -1,4 +1,5 @@
-"""The run's page: one HTML file that needs no network, scripts of its own only, links relative."""
+"""The run's page: one HTML file without network access, with only its own script and relative
+links."""
 
 import base64
 import hashlib
@@ -33,9 +34,9 @@ from shakedown.report.view import AttemptView, RunView, ServerView, StageState, 
 
 Link = tuple[str, str]
 
-# Sections in these states stand before the others; else sections keep the workflow's order.
+# Sections in these states come first; otherwise sections keep the workflow's order.
 _FIRST = ("FAIL", "UNKNOWN", "RUNNING")
-# A longer workflow shows one state a stage, not one a gate.
+# A longer workflow shows one state per stage, not one per gate.
 _DENSE = 12
 _MARKS = {"completed": "pass", "hung": "fail", "failed": "fail", "interrupted": "blocked"}
 
@@ -70,12 +71,12 @@ def write_page(view: RunView, out: Path) -> None:
         StorageError: the folder cannot be written or the file system is full.
     """
     html = render_page(view, out.parent)
-    # JSON may hold half of a surrogate pair, and a file's name any byte: neither is UTF-8.
+    # JSON may contain half a surrogate pair, and a file name any byte: neither is UTF-8.
     files.write_text(out, html.encode("utf-8", "replace").decode("utf-8"))
 
 
 def render_page(view: RunView, folder: Path) -> str:
-    """The page as text; its links start in `folder`, where it will lie."""
+    """The page as text; its links are relative to `folder`, where it will be."""
     environment = _environment(view.root, folder)
     steps = workflow_steps(view)
     groups = _groups(view, steps, folder)
@@ -153,7 +154,7 @@ def _stage_group(
 
 
 def _hero_links(groups: Sequence[PageSection], anchor: str) -> list[Link]:
-    """The section that the headline speaks of, and that section's own page."""
+    """Links to the section that the headline is about, and to that section's own page."""
     for group in groups:
         if group.anchor == anchor:
             pages = [link for link in group.links if link[0].endswith(" page")]
@@ -169,7 +170,7 @@ def _stage_files(root: Path) -> list[Path]:
 
 
 def _step_files(root: Path) -> list[Path]:
-    """Of a check or of a server: the section shows those that are there."""
+    """The files of a check or a server; the section shows those that exist."""
     server = ServerPaths(root)
     pages = [ComparisonPaths(root).page, AgentsPaths(root).page]
     files = [*pages, server.verdict, server.endpoint]
@@ -177,7 +178,7 @@ def _step_files(root: Path) -> list[Path]:
 
 
 def _links(files: Iterable[Path], folder: Path) -> list[Link]:
-    """A link to each file that exists, by its name; pages by what they are (`report page`)."""
+    """A link to each existing file, by its name; pages by their kind (`report page`)."""
     return [
         (f"{path.stem} page" if path.suffix == ".html" else path.name, _href(path, folder))
         for path in files
@@ -186,16 +187,17 @@ def _links(files: Iterable[Path], folder: Path) -> list[Link]:
 
 
 def _href(path: Path, folder: Path) -> str:
-    """A relative URL: `folder` and the run's folder may move together."""
+    """A relative URL, so that `folder` and the run's folder can move together."""
     relative = os.path.relpath(path, folder)
-    # `surrogateescape` keeps names that are not UTF-8; a leading `./` keeps `a:b` no scheme.
+    # `surrogateescape` keeps names that are not UTF-8; a leading `./` keeps `a:b` from being a
+    # scheme.
     return quote(os.fsencode(os.path.join(".", relative)))
 
 
 def _evidence(root: Path, folder: Path) -> Callable[[str, Path | None], Link]:
-    """A function: evidence text -> its label, and its URL if it names a file of this run.
+    """A function from an evidence text to its label, and its URL if it names a file of this run.
 
-    The text may name a file from the run's folder, from `base` or its evidence, and go on with a
+    The text may name a file relative to the run's folder, `base` or its evidence, followed by a
     line number or an explanation.
     """
     home = root.resolve()
@@ -227,11 +229,11 @@ def _outcome_mark(attempt: AttemptView) -> str:
 
 
 def _chart_data(chart: Chart) -> list[dict[str, Any]]:
-    """What the curves mean; where they run, the script reads in their paths."""
+    """The data behind the curves; the script reads the coordinates from their paths."""
     return [{"steps": curve.steps, "values": curve.values} for curve in chart.curves]
 
 
 def _content_hash(script: str) -> str:
-    """The page's policy admits this one script: text that slips into the page cannot run."""
+    """The page's policy allows only this script, so that injected text cannot run."""
     digest = hashlib.sha256(script.encode("utf-8")).digest()
     return f"sha256-{base64.b64encode(digest).decode('ascii')}"

@@ -1,4 +1,4 @@
-"""Reads a run's files without trusting them: what is broken is listed, and never fatal."""
+"""A reader of a run's files that does not trust them: broken files are listed and never fatal."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from shakedown.progress.patience import RECENT, Patience
 from shakedown.report.series import as_number
 from shakedown.report.view import AttemptView, LogFile, Unreadable
 
-# Files of a run are small; a larger one is no verdict, and reading it could fill the memory.
+# A run's files are small; a larger one is not a verdict, and reading it could fill the memory.
 MAX_BYTES = 32 << 20
 MAX_CONFIG_BYTES = 1 << 20
 # A JSON number may be any integer; steps and counts beyond this are damage.
@@ -28,13 +28,13 @@ LONGEST = 1e9  # seconds of a step, or left: beyond is damage
 
 @dataclass
 class RunReader:
-    """Reads files below `root` and lists in `unreadable` those that are broken."""
+    """A reader of files below `root` that lists broken ones in `unreadable`."""
 
     root: Path
     unreadable: list[Unreadable] = field(default_factory=list)
 
     def verdict(self, path: Path) -> Verdict | None:
-        """A verdict file; None when there is none or it is damaged."""
+        """A verdict file; None if it is missing or damaged."""
         if not self._usable(path):
             return None
         try:
@@ -44,7 +44,7 @@ class RunReader:
             return None
 
     def mapping(self, path: Path) -> Mapping[str, Any] | None:
-        """A JSON object; None when there is none."""
+        """A JSON object; None if missing."""
         if not self._usable(path):
             return None
         try:
@@ -58,7 +58,7 @@ class RunReader:
         return body
 
     def config(self, path: Path) -> tuple[str, Mapping[str, Any]]:
-        """The resolved config as text and as a mapping (empty when it cannot be read)."""
+        """The resolved config as text and as a mapping (empty if unreadable)."""
         text = self.text(path, limit=MAX_CONFIG_BYTES)
         if not text:
             return "", {}
@@ -69,7 +69,7 @@ class RunReader:
             return text, {}
 
     def text(self, path: Path, *, limit: int = MAX_BYTES) -> str:
-        """A text file; empty when there is none."""
+        """A text file; empty if missing."""
         if not self._usable(path, limit=limit):
             return ""
         try:
@@ -79,7 +79,7 @@ class RunReader:
             return ""
 
     def rows(self, path: Path) -> Iterator[JsonRow]:
-        """The rows of a stage's file, each with its step; other lines are told as damage."""
+        """The rows of a stage's file, each with its step; other lines are reported as damage."""
         if not self._usable(path, limit=None):
             return
         lines = step_rows(path)
@@ -91,7 +91,7 @@ class RunReader:
             self._refuse(path, ValueError(lines.damage))
 
     def attempts(self, paths: StagePaths) -> list[AttemptView]:
-        """The attempts on disk, ascending; where their folders are gone, the stage's outcome."""
+        """The attempts on disk, ascending; if their folders are gone, the stage's outcome."""
         try:
             found = paths.attempt_numbers()
         except (OSError, ValueError) as error:
@@ -116,7 +116,7 @@ class RunReader:
         return [path for path in self._listing(folder) if path.is_dir()]
 
     def newest_change(self, paths: StagePaths, attempt: AttemptView | None) -> float | None:
-        """When a file of the newest attempt was last written, seconds since 1970."""
+        """The time of the newest attempt's last write, in seconds since 1970."""
         if attempt is None:
             return None
         own = AttemptPaths(attempt.root)
@@ -124,7 +124,7 @@ class RunReader:
         return max((changed for file in files for _, changed in self._stat(file)), default=None)
 
     def _stat(self, path: Path) -> list[tuple[int, float]]:
-        """Size and time of the last change; empty for what is not a regular file, or is gone."""
+        """Size and time of the last change; empty if it is gone or not a regular file."""
         try:
             facts = path.stat()
         except FileNotFoundError:
@@ -152,7 +152,7 @@ class RunReader:
             return []
 
     def _usable(self, path: Path, *, limit: int | None = MAX_BYTES) -> bool:
-        """A regular file of sensible size; what is absent is no fault."""
+        """Whether it is a regular file of sensible size; a missing one is not a fault."""
         try:
             if not path.is_file():
                 if path.exists():
@@ -177,12 +177,12 @@ class RunReader:
 
 
 def mapping_of(value: object) -> Mapping[Any, Any]:
-    """The mapping, or an empty one for what is none."""
+    """The mapping, or an empty one for anything else."""
     return value if isinstance(value, Mapping) else {}
 
 
 def finite(value: object) -> float | None:
-    """A finite float, or None for what is none."""
+    """The finite float, or None for anything else."""
     found = as_number(value)
     return found if math.isfinite(found) else None
 

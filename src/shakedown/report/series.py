@@ -1,8 +1,7 @@
 """Columns of numbers over steps, thinned for drawing: pure.
 
-A curve of 100,000 rows has a few hundred pixels to live in. Rows are cut into buckets; each bucket
-keeps its lowest and its highest row, so a spike of a single step is still drawn; the last row
-always stays.
+A curve of 100,000 rows has only a few hundred pixels. Rows are divided into buckets; each keeps its
+lowest and its highest row, so a spike of a single step is still drawn; the last row always stays.
 """
 
 import math
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 POINTS = 240
 
 Point = tuple[int, float]
-# Rows by ascending step, each as it was read: any JSON may stand in a cell.
+# Rows by ascending step, as read: a cell may contain any JSON.
 StepRows = Mapping[int, Mapping[str, object]]
 
 
@@ -49,7 +48,7 @@ def build(table: StepRows, *, limit: int = POINTS) -> dict[str, Series]:
         table: rows by ascending step, as `by_step` gives them.
         limit: the most points that one series keeps, its last row aside.
     """
-    import pandas as pd  # here: `shakedown status` reads tables and draws none
+    import pandas as pd  # imported here, as `shakedown status` reads tables but draws none
 
     steps = list(table)
     # Two rows of each bucket are kept.
@@ -59,7 +58,8 @@ def build(table: StepRows, *, limit: int = POINTS) -> dict[str, Series]:
     buckets = pd.Series(middles, index=steps, dtype="int64")
     made = {}
     for name in dict.fromkeys(key for row in table.values() for key in row if key != "step"):
-        # Column by column: labels of a DataFrame cannot hold half a surrogate pair, JSON's can.
+        # Column by column, as a DataFrame's labels cannot contain half a surrogate pair, but JSON
+        # can.
         cells = [as_number(row.get(name)) for row in table.values()]
         numbers = pd.Series(cells, index=steps, dtype="float64").dropna()
         if len(numbers):
@@ -68,9 +68,10 @@ def build(table: StepRows, *, limit: int = POINTS) -> dict[str, Series]:
 
 
 def as_number(value: object) -> float:
-    """As pandas counts: NaN, its missing value, for what is no number; a broken number is infinite.
+    """A cell for pandas: NaN (missing) if it is not a number; a broken number becomes infinite.
 
-    Broken are NaN, the infinities and integers beyond every float. Text is no number, even `"1"`.
+    Broken are NaN, the infinities and integers beyond every float. Text is not a number, not even
+    `"1"`.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
@@ -81,12 +82,13 @@ def as_number(value: object) -> float:
 
 
 def _series(name: str, numbers: "pd.Series[float]", buckets: "pd.Series[int]") -> Series:
-    """Of a column's numbers by step; `buckets` name the bucket of each step by its middle step."""
+    """The series of a column's numbers by step; `buckets` maps each step to its bucket's middle
+    step."""
     broken = numbers.index[numbers.abs() == math.inf]
     finite = numbers.drop(broken)
     parts = finite.groupby(buckets)
     kept = sorted({*parts.idxmin(), *parts.idxmax(), *finite.index[-1:]})
-    # Divided first: a sum of values near the largest float would overflow.
+    # Divided first, as a sum of values near the largest float would overflow.
     means = (finite / parts.transform("size")).groupby(buckets).sum()
     values = finite.tolist()
     return Series(

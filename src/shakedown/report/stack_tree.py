@@ -1,4 +1,4 @@
-"""The merged prefix tree of call paths: where ranks part, with counts. Pure.
+"""The merged prefix tree of call paths: where ranks diverge, with counts. Pure.
 
 The merge of all ranks' stacks into one prefix tree is that of STAT (Arnold et al., IPDPS 2007).
 """
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_CLASSES = 64
-MAX_FRAMES = 96  # of one path: a recursion shows its two ends
-MAX_DEPTH = 24  # of the merged tree: deeper branches end there, and say so
+MAX_FRAMES = 96  # frames of one path; a recursion shows only its two ends
+MAX_DEPTH = 24  # depth of the merged tree; deeper branches are cut and say so
 
 
 @dataclass(frozen=True)
 class TreeNode:
-    """Frames that the same ranks share. `waiting_in` is set where classes end."""
+    """Frames shared by the same ranks. `waiting_in` is set where classes end."""
 
     frames: tuple[str, ...]
     ranks: frozenset[int]
@@ -86,7 +86,7 @@ def _nodes(
 
 
 def _chain(frame: str, at: _Trie) -> tuple[list[str], _Trie]:
-    """Follow a branch as long as no class ends and none parts."""
+    """Follow a branch until a class ends or diverges."""
     frames = [frame]
     while len(at.below) == 1 and not at.ends:
         frame, at = next(iter(at.below.items()))

@@ -1,4 +1,4 @@
-"""Which logs each stage of a workflow has: its programs', its rules' and its Slurm job's."""
+"""The logs of each stage of a workflow: those of its programs, its rules and its Slurm job."""
 
 import json
 import re
@@ -23,11 +23,11 @@ _TORCHRUN = re.compile(
 
 @dataclass(frozen=True)
 class StageLogs:
-    """A stage of the workflow and where its logs are.
+    """A stage of the workflow, and the places of its logs.
 
-    `folders` of its programs' logs, with what stands in front of their names; `rules`: the logs of
-    its rules, the first of which also prints what the programs say where `repeats` is set; `step`:
-    its folder, relative to the run's; `ends`: a file that its end leaves.
+    `folders`: those of its programs' logs, with the prefix of their names; `rules`: the logs of its
+        rules, the first of which repeats the programs' output if `repeats` is set; `step`: its
+        folder, relative to the run's; `ends`: a file that exists once it has ended.
     """
 
     name: str
@@ -47,7 +47,7 @@ class StageLogs:
         return self.ends is not None and self.ends.exists()
 
     def programs(self) -> dict[str, Path]:
-        """Logs of the stage's own programs by component.
+        """The logs of the stage's own programs, by component.
 
         Raises:
             UsageError: a folder cannot be read.
@@ -62,10 +62,11 @@ class StageLogs:
 
 
 def find_stage(paths: RunPaths, wanted: str | None, attempt: int | None) -> StageLogs:
-    """The stage that was asked for, else the one that wrote last; the report's rule only if alone.
+    """The requested stage, else the one that wrote last; the report's rule only if there is no
+    other.
 
     Args:
-        attempt: of a training stage; None: the newest.
+        attempt: that of a training stage; None: the newest.
 
     Raises:
         UsageError: no such run, stage or attempt, or none has begun.
@@ -89,7 +90,7 @@ def find_stage(paths: RunPaths, wanted: str | None, attempt: int | None) -> Stag
 
 
 def _stages(paths: RunPaths) -> Iterator[StageLogs]:
-    """All stages of the workflow; a training stage that has written nothing is not known."""
+    """All stages of the workflow, except training stages that have written nothing."""
 
     def rules(*names: str) -> list[Path]:
         return [paths.logs / f"{name}{_SUFFIX}" for name in names]
@@ -141,16 +142,15 @@ def find_logs(paths: RunPaths, stage: StageLogs, patterns: Sequence[str] = ()) -
     """The stage's logs by component, `rank2` before `rank10`.
 
     Args:
-        patterns: names or shell patterns such as `trainer-*`; none: all but those that repeat what
-            others say.
+        patterns: names or shell patterns such as `trainer-*`; none: all that do not repeat others.
 
     Raises:
-        UsageError: a pattern fits none, or a folder cannot be read.
+        UsageError: a pattern matches none, or a folder cannot be read.
     """
     programs, rules = stage.programs(), stage.rule_logs()
     slurm = _slurm_logs(paths, stage)
     found = {**slurm, **rules, **programs}
-    # A job's output is written to its rule's log too.
+    # A job's output is also written to its rule's log.
     repeated = set(slurm) if rules or programs else set()
     if stage.repeats and programs:
         repeated |= {path.stem for path in stage.rules[:1]}
@@ -159,14 +159,14 @@ def find_logs(paths: RunPaths, stage: StageLogs, patterns: Sequence[str] = ()) -
         if not any(fnmatchcase(name, pattern) for name in names):
             known = ", ".join(names) or "none yet"
             guess = did_you_mean(pattern, names)
-            raise UsageError(f"no log of a component {pattern!r}{guess}; there are: {known}")
+            raise UsageError(f"no component matches {pattern!r}{guess}; there are: {known}")
     if not patterns:
         return {name: found[name] for name in names if name not in repeated}
     return {n: found[n] for n in names if any(fnmatchcase(n, p) for p in patterns)}
 
 
 def _slurm_logs(paths: RunPaths, stage: StageLogs) -> dict[str, Path]:
-    """Of the newest Slurm job of the stage; Slurm's logs of jobs that succeeded are removed."""
+    """The log of the stage's newest Slurm job; those of successful jobs are removed."""
     try:
         workflow = read_workflow(paths.workflow)
         jobs = noted_jobs(Path(workflow.jobs), paths.root) if workflow else []
@@ -177,9 +177,9 @@ def _slurm_logs(paths: RunPaths, stage: StageLogs) -> dict[str, Path]:
 
 
 def _torchrun_logs(attempt: AttemptPaths) -> dict[str, Path]:
-    """`trainer-rank3-stderr`: what torchrun's --log-dir has of each rank, of its last restart.
+    """`trainer-rank3-stderr`: each rank's logs in torchrun's --log-dir, from its last restart.
 
-    The stage has a folder a node, `torchrun-NODE/RUN/attempt_N/LOCAL_RANK/stderr.log`.
+    The stage has one folder per node, `torchrun-NODE/RUN/attempt_N/LOCAL_RANK/stderr.log`.
     """
     found: dict[str, tuple[int, Path]] = {}
     for path in attempt.logs.glob("torchrun-*/*/attempt_*/*/std*.log"):
@@ -195,12 +195,12 @@ def _ranks_per_node(attempt: AttemptPaths) -> int:
     try:
         body = json.loads(attempt.job.read_text(encoding="utf-8"))
         return int(body["config"]["ranks_per_node"])
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # ranks of a node alone
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # ranks of only one node
         return 0
 
 
 def _changed(stage: StageLogs) -> float:
-    """When its newest log was written, seconds since 1970; 0 without any."""
+    """The time of its newest log, in seconds since 1970; 0 if there is none."""
     files = [*stage.programs().values(), *stage.rule_logs().values()]
     attempt = [stage.attempt.root] if stage.attempt else []
     return max((_time(path) for path in (*files, *attempt)), default=0.0)

@@ -1,4 +1,4 @@
-"""What a run is doing now: its files, its Slurm jobs and processes, what its servers answer."""
+"""The current state of a run: its files, its Slurm jobs and processes, its servers' answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,14 +20,14 @@ from shakedown.report.summary import headline, workflow_steps
 from shakedown.report.view import JobView, RunView, ServerView, StageView
 from shakedown.slurm.hostlist import node_name
 
-# Servers are asked one after another, with --watch again and again: none may hold the others up.
+# Servers are asked one after another, with --watch repeatedly: none may delay the others.
 PROBE_SECONDS = 2.0
 SCHEMA = "shakedown/status/1"
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run at one moment: `lives` are the stages under way, `servers` what each one answered."""
+    """A run at one moment: `lives` are the running stages, `servers` the answer of each server."""
 
     view: RunView
     lives: Sequence[Live]
@@ -68,7 +68,7 @@ def _snakemake(found: jobs.Jobs) -> str:
 
 
 def _orphans(found: jobs.Jobs) -> list[str]:
-    """Jobs that go on though nobody waits for them."""
+    """A note on jobs that run although nobody waits for them."""
     left = sorted(job.job_id for job in found.by_folder.values() if job.waits or job.runs)
     if not left or found.workflow is None or found.workflow.lives:
         return []
@@ -76,13 +76,14 @@ def _orphans(found: jobs.Jobs) -> list[str]:
     if found.workflow.lives is None:
         return [f"{_snakemake(found)} cannot be seen from {node_name()}; in the queue: {ids}"]
     return [
-        f"{_snakemake(found)} is gone, its jobs are not: {ids}; the same command in "
+        f"{_snakemake(found)} is gone but its jobs are not: {ids}; the same command in "
         f"{found.workflow.folder} takes them over"
     ]
 
 
 def _stage(stage: StageView, seen: Live | None, now: float) -> StageView:
-    """An attempt whose processes are all gone, and whose supervisor wrote nothing since."""
+    """Mark an attempt whose processes are all gone and whose supervisor has written nothing
+    since."""
     if seen is None or not seen.beats or stage.last_sign is None:
         return stage
     silent = now - stage.last_sign > live.GONE_SECONDS
@@ -92,7 +93,8 @@ def _stage(stage: StageView, seen: Live | None, now: float) -> StageView:
 
 
 def _server(server: ServerView, job: JobView | None) -> ServerView:
-    """A server that ended without writing so: its job, or its process on this host, is gone."""
+    """Mark a server that ended without recording it: its job, or its process on this host, is
+    gone."""
     if server.phase == "ended":
         return server
     if job is not None:
@@ -108,7 +110,7 @@ def _server(server: ServerView, job: JobView | None) -> ServerView:
 
 
 def as_text(status: RunStatus) -> str:
-    """For a person at a terminal."""
+    """The status as terminal text."""
     beats = {one.name: one.beats for one in status.lives}
     blocks = [terminal.render(status.view, beats, status.servers, status.notes)]
     blocks += [masked("\n".join(live.lines(one))) for one in status.lives]
@@ -116,7 +118,7 @@ def as_text(status: RunStatus) -> str:
 
 
 def as_json(status: RunStatus) -> dict[str, Any]:
-    """For programs."""
+    """The status as JSON data."""
     view = status.view
     steps = workflow_steps(view)
     under_way = {one.name: live.as_json(one, view.now) for one in status.lives}
@@ -161,17 +163,18 @@ def _job(folder: str, job: JobView) -> dict[str, Any]:
 
 
 def _probe(server: ServerView) -> str:
-    """Ask the server how it is; the sentence says what came back."""
+    """Ask the server for its health; the sentence is its answer."""
     if server.phase == "ended" or server.gone:
         return "not running"
     url = str(server.endpoint.get("base_url"))
     fault: object
     try:
-        # Read again, as a client does: the server's secret goes to no address that is only shown.
+        # Read again, as a client does, so that the server's secret is not sent to an unverified
+        # address.
         told = read_endpoint(server.root)
         engine = get_engine(told.engine)
         with relayed(told.base_url, told.api_key()) as servers:
             fault = health_fault(engine, servers.url, told.api_key(), timeout=PROBE_SECONDS)
     except (ShakedownError, ValueError) as error:
         fault = error
-    return f"{url} is up and healthy" if fault is None else f"{url} is not well: {fault}"
+    return f"{url} is up and healthy" if fault is None else f"{url} is not healthy: {fault}"

@@ -1,4 +1,4 @@
-"""How each step of the workflow stands, and the one sentence about the run: pure."""
+"""The state of each step of the workflow, and one sentence about the run. Pure."""
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ _OUTCOMES: Mapping[str, StageState] = {
     "failed": "FAIL",
     "interrupted": "UNKNOWN",
 }
-_FILES = RunPaths(Path())  # relative to the run, as `RunView.unreadable` names them
+_FILES = RunPaths(Path())  # relative to the run, as in `RunView.unreadable`
 _WORST_FIRST = ("fail", "error", "warn", "skip", "pass")
 _STATES_WORST_FIRST: Sequence[StageState] = (
     *("FAIL", "UNKNOWN", "RUNNING", "PENDING"),
@@ -42,7 +42,7 @@ class WorkflowStep:
 
 @dataclass(frozen=True)
 class Headline:
-    """What to know first: the state, who is culprit, what helps, the next command."""
+    """The headline: the state, the culprit, the remedy, the next command."""
 
     state: StageState
     title: str
@@ -54,14 +54,14 @@ class Headline:
 
 
 def workflow_steps(view: RunView) -> list[WorkflowStep]:
-    """All steps in the order in which a run takes them."""
+    """All steps in the order of a run."""
     steps = [_judged(view, "preflight", view.preflight)]
     steps += [_server(view, server) for server in view.servers]
     if not view.servers:
         steps.append(WorkflowStep("serve", "NOT RUN", "", "serve"))
     steps.append(_judged(view, "agents", view.agents))
     steps.append(_judged(view, "consistency", view.consistency))
-    # A run of commands alone has no server, agents or comparison of its own to come.
+    # A run of only commands has no server, agents or comparison still to come.
     if view.stages and all(stage.algorithm == "command" for stage in view.stages):
         steps = [step for step in steps if step.title == "preflight" or step.state != "NOT RUN"]
     for stage in view.stages:
@@ -70,20 +70,20 @@ def workflow_steps(view: RunView) -> list[WorkflowStep]:
 
 
 def headline(view: RunView, steps: Sequence[WorkflowStep]) -> Headline:
-    """The first failed step speaks; else the first that could not be judged; else what runs, else
-    what waits in Slurm's queue; else the end."""
+    """The headline of the first failed step; else of the first that could not be judged; else of
+    what runs or waits in Slurm's queue; else of the end."""
     for state in _SPEAKERS:
         for step in steps:
             if step.state == state:
                 return _SPEAKERS[state](view, step)
     done = [step for step in steps if step.state != "NOT RUN"]
-    # A stage that was run alone leaves gaps before it: only what comes after it is still to come.
+    # A stage run on its own leaves gaps before it: only later steps are still to come.
     ahead = steps[steps.index(done[-1]) + 1 :] if done else steps
     if not ahead:
         return _finished(view, steps)
     last = f"{done[-1].title} is the last stage with a result" if done else "no stage has a result"
     if view.snakemake:
-        sentence = f"{view.snakemake} is at work; {last}."
+        sentence = f"{view.snakemake} is running; {last}."
         return Headline("RUNNING", "Running: the workflow", sentence, next=_watch(view))
     if not done:
         sentence = "No stage of this run has written a result yet."
@@ -94,7 +94,7 @@ def headline(view: RunView, steps: Sequence[WorkflowStep]) -> Headline:
 
 
 def worst(states: Sequence[StageState]) -> StageState:
-    """The state of a whole: the worst of its parts; not run only when no part has run."""
+    """The overall state: the worst of the parts; NOT RUN only if no part has run."""
     if all(state == "NOT RUN" for state in states):
         return "NOT RUN"
     return next(s for s in _STATES_WORST_FIRST if s in states and s != "NOT RUN")
@@ -106,7 +106,7 @@ def sort_findings(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def culprits(verdict: Verdict | None) -> str:
-    """Whom a diagnosis names, as `rank 1`, `ranks 1, 3 on node n2`; empty when nobody."""
+    """The culprits of a diagnosis, as `rank 1`, `ranks 1, 3 on node n2`; empty if none."""
     diagnosis = verdict.extra.get("diagnosis") if verdict else None
     named = diagnosis.get("culprits") if isinstance(diagnosis, Mapping) else None
     if not isinstance(named, Mapping):
@@ -142,7 +142,7 @@ def _judged(view: RunView, name: str, verdict: Verdict | None) -> WorkflowStep:
 
 
 def _is_live(job: JobView | None) -> bool:
-    """Whether what the files say is of the job before it."""
+    """Whether the files are from the previous job."""
     return job is not None and (job.waits or job.runs)
 
 
@@ -150,7 +150,7 @@ def _server(view: RunView, server: ServerView) -> WorkflowStep:
     name = "serve" if len(view.servers) == 1 else f"serve {server.name}"
     job = view.jobs.get(f"serve/{server.name}")
     state, sentence = _server_state(server)
-    # Its job is there as long as the server is: it says nothing new of one that has ended.
+    # The job lives as long as the server: it says nothing new about an ended one.
     if server.phase != "ended" and job is not None:
         if job.runs and state in ("PASS", "WARN"):
             sentence = f"{sentence}; job {job.job_id} on {job.told.nodes if job.told else ''}"
@@ -161,7 +161,7 @@ def _server(view: RunView, server: ServerView) -> WorkflowStep:
 
 def _server_state(server: ServerView) -> tuple[StageState, str]:
     ended = f"; {server.reason}" if server.phase == "ended" and server.reason else ""
-    gone = f"; {server.gone}: what needs it starts it again" if server.gone else ""
+    gone = f"; {server.gone}; steps that need it will restart it" if server.gone else ""
     if server.verdict is not None:
         state: StageState = (
             "WARN" if gone and server.verdict.status == "PASS" else server.verdict.status
@@ -170,11 +170,11 @@ def _server_state(server: ServerView) -> tuple[StageState, str]:
     if server.endpoint:
         url = text.shorten(server.endpoint.get("base_url"))
         state = "WARN" if gone or (server.phase == "ended" and server.crashed) else "PASS"
-        return state, f"answered a real generation at {url}{ended}{gone}"
+        return state, f"answered a real request at {url}{ended}{gone}"
     if server.phase == "ended" or server.gone:
         return "UNKNOWN", f"ended before it answered{ended or f'; {server.gone}'}"
     if server.phase:
-        return "RUNNING", "starting: it has not answered a generation yet"
+        return "RUNNING", "starting: it has not answered a request yet"
     return "NOT RUN", ""
 
 
@@ -205,9 +205,9 @@ def _stage(view: RunView, stage: StageView) -> list[WorkflowStep]:
 
 def _train(stage: StageView, job: JobView | None, now: float) -> tuple[StageState, str]:
     state, sentence = _by_files(stage, now)
-    # Cut off by its files, though Slurm has not ended the job.
+    # Cut off according to its files, although Slurm has not ended the job.
     if job and job.runs and stage.newest and stage.outcome is None and state == "UNKNOWN":
-        return state, f"{sentence}, though its job {job.job_id} still runs"
+        return state, f"{sentence}, although its job {job.job_id} is still running"
     return jobs.with_job(state, sentence, job, now)
 
 
@@ -236,11 +236,11 @@ def _without_outcome(stage: StageView, number: int, now: float) -> tuple[StageSt
             f"attempt {number} was cut off: it has no outcome and wrote nothing for "
             f"{text.duration(silence)}"
         )
-    return "RUNNING", f"attempt {number} is under way, {_progress(stage)}"
+    return "RUNNING", f"attempt {number} is running, {_progress(stage)}"
 
 
 def _silence(stage: StageView, now: float) -> float:
-    """Seconds without a sign of the newest attempt; 0 before its first."""
+    """Seconds without a sign of life from the newest attempt; 0 before its first."""
     return 0.0 if stage.last_sign is None else max(0.0, now - stage.last_sign)
 
 
@@ -268,7 +268,7 @@ def _trouble(view: RunView, step: WorkflowStep) -> Headline:
 
 
 def _stage_trouble(view: RunView, step: WorkflowStep, stage: StageView) -> Headline:
-    """The diagnosis knows more than the outcome, and the gate repeats what both said."""
+    """The diagnosis knows more than the outcome, and the gate repeats both."""
     outcome = stage.outcome
     judges = [v for v in (stage.diagnosis, stage.accepted) if v and v.status in ("FAIL", "UNKNOWN")]
     judge = judges[0] if judges else None
@@ -279,7 +279,7 @@ def _stage_trouble(view: RunView, step: WorkflowStep, stage: StageView) -> Headl
     told = outcome if outcome and outcome.explained else None
     bad = [*_bad_findings(judge), *_worst_of(told.findings if told else ())]
     remedy = next((f.remedy for f in bad if f.remedy), "")
-    # As for the gate: what the stage itself asks for comes before what its processes show.
+    # As in the gate: the stage's own advice comes before its processes' evidence.
     asked = [told.next if told else "", *(verdict.next for verdict in judges)]
     following = next(filter(None, asked), "") or _default_next(view, stage)
     return Headline(
@@ -294,7 +294,7 @@ def _stage_trouble(view: RunView, step: WorkflowStep, stage: StageView) -> Headl
 
 
 def _why(step: WorkflowStep, judge: Verdict | None) -> str:
-    """A judge that found the cause speaks alone; one that did not adds to the outcome."""
+    """A diagnosis with a cause stands alone; one without a cause is added to the outcome."""
     if judge is None or not judge.summary or judge is step.verdict:
         return step.sentence
     if judge.status == "FAIL" or not step.sentence:
@@ -323,7 +323,7 @@ def _running(view: RunView, step: WorkflowStep) -> Headline:
     where = f", {_progress(stage)}" if stage else ""
     beat = ""
     if stage and stage.last_sign is not None:
-        beat = f"; last written {text.duration(_silence(stage, view.now))} before this"
+        beat = f"; last write {text.duration(_silence(stage, view.now))} before this"
     return Headline(
         "RUNNING",
         f"Running: {stage.name if stage else step.name}{where}",
@@ -344,7 +344,7 @@ def _watch(view: RunView) -> str:
     return f"shakedown status {shlex.quote(str(view.root))} --watch 5"
 
 
-# Who has a word before the run's end, the first state first.
+# States that come before the run's end, in order of precedence.
 _SPEAKERS: Mapping[StageState, Callable[[RunView, WorkflowStep], Headline]] = {
     "FAIL": _trouble,
     "UNKNOWN": _trouble,

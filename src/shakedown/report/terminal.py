@@ -1,4 +1,4 @@
-"""A run for a person at a terminal: pure, plain ASCII, no colours that a log would keep."""
+"""A run as terminal text: plain ASCII without colours, so that logs stay readable. Pure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ _MARKS: Mapping[StageState, str] = {
     "PENDING": "pending",
     "NOT RUN": "-",
 }
-# Columns of the last metrics row, in reading order.
+# Columns of the last metrics row, in display order.
 _METRICS = ("reward_mean", "loss", "staleness_max", "k3", "entropy", "grad_norm", "seconds")
 _BAR = 24  # characters
 
@@ -33,8 +33,8 @@ def render(
     Args:
         view: the run.
         beats: heartbeats of the newest attempt, by stage.
-        servers: what a probe of each server's endpoint said, by server.
-        notes: what else there is to know, such as that Slurm did not answer.
+        servers: the answer of each server's probe, by server.
+        notes: further remarks, such as that Slurm did not answer.
     """
     steps = workflow_steps(view)
     groups = [list(part) for _, part in groupby(steps, key=lambda step: step.anchor)]
@@ -56,11 +56,11 @@ def render(
 
 
 def painted(shown: str, columns: int, rows: int, *, clear: bool) -> str:
-    """The text over the one before it, line by line, so that nothing flickers or scrolls."""
+    """The text drawn over the previous one, line by line, without flicker or scrolling."""
     lines = [line[: max(1, columns - 1)] for line in shown.split("\n")]
     if len(lines) > rows - 1:
         kept = max(1, rows - 2)
-        lines = [*lines[:kept], f"... {len(lines) - kept} lines more: enlarge the terminal"]
+        lines = [*lines[:kept], f"... {len(lines) - kept} more lines: enlarge the terminal"]
     body = "".join(f"{line}\033[K\n" for line in lines)
     return ("\033[2J" if clear else "") + f"\033[H{body}\033[J"
 

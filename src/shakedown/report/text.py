@@ -1,4 +1,4 @@
-"""Numbers, times and sizes as a person reads them: pure."""
+"""Numbers, times and sizes as text for people, and the pages' templates."""
 
 import math
 import re
@@ -51,7 +51,7 @@ def size(count: int) -> str:
 
 
 def clock(text: str) -> str:
-    """An ISO 8601 time as `2026-01-31 03:12:09 UTC`; anything else as it is."""
+    """An ISO 8601 time as `2026-01-31 03:12:09 UTC`; anything else unchanged."""
     try:
         moment = datetime.fromisoformat(text)
         return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC") if moment.tzinfo else text
@@ -77,11 +77,11 @@ def shorten(value: object, limit: int = 300) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-_LONG_NAME = re.compile(r"[^\s/()\0]{27,}")  # does not fit a phone's line in a branch of call paths
+_LONG_NAME = re.compile(r"[^\s/()\0]{27,}")  # too long for a phone's line in a branch of call paths
 
 
 def page_environment() -> Environment:
-    """The environment of every page, with the templates of this package."""
+    """The template environment of every page: all text of a run is escaped and made visible."""
     environment = Environment(
         loader=PackageLoader("shakedown.report", "templates"),
         autoescape=True,
@@ -95,17 +95,17 @@ def page_environment() -> Environment:
 
 
 def breakable(value: object) -> Markup:
-    """Paths of code that may go on in a new line behind a `/`, and long names behind a `_` or `.`.
+    """Code paths with possible line breaks after a `/`, and long names after a `_` or `.`.
 
-    A browser knows no such place in them: on a phone it would cut words anywhere.
+    A browser finds no such place by itself: on a phone it would break words anywhere.
     """
-    # `visible` leaves no zero character, so it can mark the places.
+    # `visible` leaves no NUL character, so it can mark the places.
     marked = re.sub(r"(?<=\w/)", "\0", visible(str(value)))
     marked = _LONG_NAME.sub(lambda name: re.sub(r"(?<=\w[._])(?=\w)", "\0", name[0]), marked)
     return Markup("<wbr>").join(marked.split("\0"))
 
 
 def _shown(value: Any) -> Any:
-    """What an expression writes; markup of our own templates is left alone."""
-    # Escaping keeps the marks that reorder text: in a browser they act across tags.
+    """The output of an expression; markup from our own templates is left alone."""
+    # Escaping would keep marks that reorder text, which in a browser act across tags.
     return value if hasattr(value, "__html__") else visible(str(value))

@@ -1,4 +1,4 @@
-"""What a page or a terminal shows of a run: plain data, filled by `collect`."""
+"""The view of a run for page and terminal: plain data, filled by `collect`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +13,13 @@ from shakedown.report import series
 from shakedown.report.series import Series, StepRows
 from shakedown.slurm.jobs import Job
 
-# A verdict's four, and what only a run that is not over can show.
+# A verdict's four states, and those of an unfinished run.
 StageState = Literal["PASS", "WARN", "FAIL", "UNKNOWN", "RUNNING", "PENDING", "NOT RUN"]
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A file that is there and could not be used; `path` is relative to the run's folder."""
+    """An existing but unusable file; `path` is relative to the run's folder."""
 
     path: str
     reason: str
@@ -35,7 +35,7 @@ class LogFile:
 
 @dataclass(frozen=True)
 class AttemptView:
-    """One attempt: no outcome means that it is under way, or was cut off."""
+    """One attempt; without an outcome it is running or was cut off."""
 
     number: int
     root: Path
@@ -55,12 +55,13 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class StageView:
-    """One training stage. `rows` are those of its metrics as read, by ascending step.
+    """One training stage. `rows` are its metrics as read, by ascending step.
 
     `diagnosis` and `accepted` are those of the newest attempt: older ones are left out. `last_sign`
-    is the newest change of its files, seconds since 1970; without an outcome it was cut off once
-    that is older than `cut_off_after` seconds, more than its watch bears. `gone`: why nothing of it
-    can run any more, where that was looked at. `again`: what goes on with it.
+    is the newest change of its files, seconds since 1970; an attempt without an outcome counts as
+    cut off once that is older than `cut_off_after` seconds, more than its watch tolerates. `gone`:
+    why such an attempt cannot be running any more, if that was checked. `again`: the command that
+    continues it.
     """
 
     name: str
@@ -92,7 +93,7 @@ class StageView:
 
     @cached_property
     def metrics(self) -> Mapping[str, Series]:
-        """The columns of `rows`, drawn by pages alone: computed when they ask."""
+        """The columns of `rows`, computed on demand, as only pages draw them."""
         return series.build(self.rows)
 
 
@@ -100,9 +101,9 @@ class StageView:
 class ServerView:
     """A persistent inference server.
 
-    `endpoint` is its file as written, empty when absent. `phase` is starting, running or ended,
+    `endpoint` is its file as written, empty if missing. `phase` is starting, running or ended,
     as its daemon wrote it; `reason` says why it ended, `crashed` that it ended by itself. `gone`:
-    that it ended without a word, where that was looked at.
+    that it ended without a record, if that was checked.
     """
 
     name: str
@@ -119,8 +120,8 @@ class ServerView:
 class JobView:
     """The newest Slurm job of a step.
 
-    `outcome`: how it ended for the workflow; empty while it has not. `told`: what Slurm says of it;
-    None when it was not asked or did not answer.
+    `outcome`: its end as recorded by the workflow; empty before that. `told`: Slurm's information;
+        None if Slurm was not asked or did not answer.
     """
 
     job_id: str
@@ -138,7 +139,7 @@ class JobView:
 
     @property
     def ended(self) -> bool:
-        """Known to have ended; Slurm forgets a job some minutes later."""
+        """Whether it is known to have ended; Slurm forgets a job some minutes later."""
         return bool(self.outcome) or (self.told is not None and self.told.ended)
 
 
@@ -146,9 +147,9 @@ class JobView:
 class RunView:
     """A whole run. `now` is when it was read, seconds since 1970.
 
-    `jobs` by the folder of the step, `stages/sft`, and `snakemake`, the process that runs the
-    workflow, where it lives: for a status alone, pages are drawn without them. `further`: the
-    command that goes on with it, beyond the targets that were asked for.
+    `jobs`, by the folder of the step (`stages/sft`), and `snakemake`, the living process that runs
+    the workflow, are only for a status; pages do not use them. `further`: the command that
+    continues the run beyond the requested targets.
     """
 
     root: Path

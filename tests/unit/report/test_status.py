@@ -99,7 +99,7 @@ def test_a_queued_stage_is_pending_with_slurms_reason_and_start(run: Run) -> Non
 
     assert shown.startswith("demo: PENDING: Waiting in Slurm's queue: preflight\n")
     assert (
-        "pending preflight    job 11 is PENDING, Resources: it waits until enough nodes are free; "
+        "pending preflight    job 11 is PENDING, Resources: it waits for enough free nodes; "
         f"Slurm expects to start it at {start:%Y-%m-%d %H:%M} (in " in shown
     )
     assert "next: shakedown status" in shown
@@ -109,7 +109,7 @@ def test_a_queued_stage_is_pending_with_slurms_reason_and_start(run: Run) -> Non
 @pytest.mark.parametrize(
     ("reason", "said"),
     [
-        ("Priority", "jobs of higher priority are ahead of it"),
+        ("Priority", "jobs with higher priority are ahead of it"),
         ("JobHeldUser", "held until `scontrol release`"),
         ("PartitionNodeLimit", "it will not start so"),
         ("ReqNodeNotAvail, UnavailableNodes:n1", "UnavailableNodes:n1: a node that it needs is"),
@@ -242,7 +242,7 @@ def test_a_server_whose_job_was_cancelled_is_gone_though_its_files_say_running(r
     shown = run.shown()
 
     assert "WARN    serve        answered a real generation at http://127.0.0.1:1" in shown
-    assert "its job 17 has ended: CANCELLED on n1: what needs it starts it again" in shown
+    assert "its job 17 has ended: CANCELLED on n1; steps that need it will restart it" in shown
 
 
 def test_a_server_that_waits_in_the_queue_is_pending(run: Run) -> None:

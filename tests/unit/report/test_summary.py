@@ -231,7 +231,7 @@ def test_a_warning_does_not_hide_that_the_run_passed() -> None:
             "WARN",
             "answered a real generation at U; killed",
         ),
-        ({"phase": "running"}, "RUNNING", "starting: it has not answered a generation yet"),
+        ({"phase": "running"}, "RUNNING", "starting: it has not answered a request yet"),
         ({"phase": "ended", "reason": "no GPU"}, "UNKNOWN", "ended before it answered; no GPU"),
         ({}, "NOT RUN", ""),
     ],
