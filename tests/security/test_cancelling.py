@@ -162,7 +162,7 @@ def test_a_planted_number_of_a_job_cancels_nothing(programs: Programs, shared: P
 
 @pytest.mark.parametrize("job_id", ["", *NO_IDS])
 def test_scancel_is_given_numbers_of_jobs_alone(programs: Programs, job_id: str) -> None:
-    with pytest.raises(ValueError, match="no id of one Slurm job"):
+    with pytest.raises(ValueError, match="not the id of one Slurm job"):
         slurm.cancel(["7", job_id])
 
     assert programs.calls == []

@@ -1,6 +1,6 @@
 """A Snakemake executor for Slurm that submits through submitit; see docs/further.md.
 
-What Snakemake looks for is imported when it looks: on a node only `node` is needed.
+Names that Snakemake looks up are imported on demand, as a node needs only `node`.
 """
 
 from importlib import import_module

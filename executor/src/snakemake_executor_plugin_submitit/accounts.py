@@ -1,4 +1,4 @@
-"""The account that pays: whether the user has the one that is named, and which one to guess."""
+"""The account to charge: whether the user has the given one, and which one to guess."""
 
 import os
 import pwd
@@ -23,9 +23,9 @@ class Accounts:
         self._known: list[str] | None = None
 
     def chosen(self, names: Sequence[str]) -> str:
-        """The first of `names` that the user has, as the database spells it.
+        """The first of `names` that the user has, in the database's spelling.
 
-        Without a database, or one that answers, it is the first: Slurm itself may refuse it.
+        Without a database that answers it is the first: Slurm itself may refuse it.
 
         Raises:
             ResourceError: the user has none of them; the message lists those there are.
@@ -39,8 +39,8 @@ class Accounts:
             if name.lower() in spelled:
                 return spelled[name.lower()]
         raise ResourceError(
-            f"resource slurm_account={','.join(names)!r}: this user has no such account; there"
-            f" are: {', '.join(self._known)}"
+            f"resource slurm_account={','.join(names)!r}: this user has no such account;"
+            f" valid: {', '.join(self._known)}"
         )
 
 
@@ -63,7 +63,7 @@ def wants_account(words: str) -> bool:
 
 
 def parse(text: str) -> list[str]:
-    """Accounts, one a line, each once, in order."""
+    """Accounts, one per line, each once, in order."""
     names = [line.strip(" |") for line in text.splitlines()]
     return list(dict.fromkeys(name for name in names if name.lower() not in _NO_ACCOUNT))
 
@@ -91,7 +91,7 @@ def _user() -> str | None:
 
 
 def _ask(program: str, *arguments: str) -> str:
-    """The answer; nothing without a database, or when it does not answer."""
+    """The answer; empty without a database, or if it does not answer."""
     try:
         return run([program, "--noheader", "--parsable2", *arguments])
     except SlurmError:

@@ -1,7 +1,7 @@
-"""On the node: which processes hear Slurm's warning, and the job's way back into the queue.
+"""On the node: passing on Slurm's warning, and putting the job back into the queue.
 
 Before a time limit Slurm warns the batch process alone (`--signal=B:USR2@SECONDS`). The warning
-goes to those processes of the command that handle it; one without a handler would die of it.
+is passed to those of the command's processes that handle it; others would die of it.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from snakemake_executor_plugin_submitit import slurm
 from snakemake_executor_plugin_submitit.patience import GaveUpError, with_patience
 
-# scontrol's words for a job that waits to run again already.
+# scontrol's message for a job that is already waiting to run again.
 _IS_REQUEUED = "job is pending execution"
 
 
@@ -48,7 +48,7 @@ def _processes() -> Iterator[tuple[CommandProcess, int]]:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """State, parent, ... and, as the 20th, the start; None when there is no such process."""
+    """State, parent, ... and, as the 20th, the start; None if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stream:
             # After the program's name, which may hold anything.
@@ -58,9 +58,9 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def send(process: CommandProcess, signum: int) -> None:
-    """Signal this process and no later one of its number.
+    """Signal this process, and not a later one with its number.
 
-    One that has ended is left out, and one that runs as another user, such as sudo's.
+    A process that has ended, or that runs as another user (sudo), is skipped.
     """
     try:
         handle = os.pidfd_open(process.pid)
@@ -94,7 +94,7 @@ def catches(pid: int, signum: int) -> bool:
 
 
 def own_job(environ: Mapping[str, str]) -> str:
-    """The id under which scontrol knows this job or array task; empty outside of Slurm."""
+    """scontrol's id of this job or array task; empty outside Slurm."""
     array = environ.get("SLURM_ARRAY_JOB_ID")
     if array:
         return f"{array}_{environ['SLURM_ARRAY_TASK_ID']}"
@@ -107,7 +107,7 @@ def restarts(environ: Mapping[str, str]) -> int:
 
 
 def requeue(job: str, pause: Callable[[float], None]) -> str:
-    """Put the job back into the queue; repeated for as long as the controller is down.
+    """Put the job back into the queue; retried while the controller is down.
 
     Args:
         job: id of this job or array task.
@@ -126,6 +126,6 @@ def requeue(job: str, pause: Callable[[float], None]) -> str:
             sleep=pause,
         )
     except GaveUpError as error:
-        # An earlier call came through, though nothing was heard of it.
+        # An earlier call succeeded, although its answer was lost.
         return "" if _IS_REQUEUED in str(error).lower() else str(error)
     return ""

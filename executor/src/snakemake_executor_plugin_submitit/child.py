@@ -1,4 +1,4 @@
-"""Starts snakemake with arguments that no list of processes shows: `python child.py FD`.
+"""Start snakemake with arguments hidden from process lists: `python child.py FD`.
 
 Reads them as a JSON list from the open file FD; `python child.py - ARGUMENTS` has them in sight,
 for a command with more in front of it. Run by its path, with the interpreter that the
@@ -25,7 +25,7 @@ def main() -> None:
         sys.path[0] = str(Path.cwd())  # as `-m` has it
     sys.argv = ["snakemake", *arguments]
     _skip_report_plugins()
-    # What is imported stays: collecting it again and again takes a third of the start.
+    # Imported objects stay: collecting them again and again takes a third of the start.
     gc.disable()
     from snakemake.cli import main as snakemake
 

@@ -1,4 +1,4 @@
-"""The table at the end of a run: how much of their CPUs and memory each rule's jobs have used."""
+"""The table at the end of a run: the share of CPUs and memory that each rule's jobs used."""
 
 import re
 import time
@@ -33,7 +33,7 @@ class _Job(NamedTuple):
 
 
 def report(labels: Mapping[str, str], say: Callable[[str], None], cluster: str = "") -> None:
-    """Say the table line by line, or in one line why there is none; never an error.
+    """Report the table line by line, or the reason why there is none; never an error.
 
     Args:
         labels: rule and wildcards by Slurm's job id.

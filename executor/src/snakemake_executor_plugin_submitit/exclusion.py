@@ -1,4 +1,4 @@
-"""Nodes that were lost under this run's jobs, and nodes that a file names: kept off later jobs."""
+"""Nodes that later jobs avoid: those lost under this run's jobs, and those named in a file."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -44,9 +44,9 @@ class NodeHistory:
         return found
 
     def explain(self, attempts: Mapping[str, JobState]) -> set[str]:
-        """Take how interrupted attempts ended; returns the nodes whose failure ended one.
+        """Record how interrupted attempts ended; returns the nodes whose failure ended one.
 
-        A job of several nodes accuses none: its record does not say which of them failed.
+        A job on several nodes blames none: its record does not say which of them failed.
         """
         explained = self.unexplained & attempts.keys()
         self.unexplained -= explained
@@ -71,7 +71,7 @@ class NodeGuard:
         self.lost: set[str] = set()
 
     def look(self, answer: JobStates, *, has_accounting: bool) -> None:
-        """Take Slurm's word about all jobs. Nodes of other clusters are left alone."""
+        """Process Slurm's states of all jobs. Nodes of other clusters are ignored."""
         known = {e.job_id: job for e, job in answer.items() if job is not None and not e.cluster}
         suspects = self._history.suspects(known)
         if not suspects and not self._history.unexplained:
@@ -102,7 +102,8 @@ class NodeGuard:
     def _exclude(self, lost: set[str], waiting: Sequence[str]) -> None:
         every = slurm.all_nodes()
         if 2 * len(self.lost | lost) > len(every):
-            # A fault of the site, not of single nodes: without all of them nothing would run.
+            # A fault of the site rather than of single nodes: without all of them nothing would
+            # run.
             self._say(
                 f"lost {', '.join(sorted(lost))}: not excluded, as most of the cluster's"
                 f" {len(every)} node(s) would be"
@@ -121,10 +122,10 @@ def with_excluded(parameters: Parameters, nodes: Iterable[str]) -> Parameters:
 
 
 def nodes_of_file(path: Path, resource: str = "exclude_file") -> list[str]:
-    """Node names, one a line, `#` begins a comment; none when there is no such file.
+    """Node names, one per line; `#` begins a comment; empty if there is no such file.
 
     Raises:
-        ResourceError: it cannot be read, or holds something else than names.
+        ResourceError: it cannot be read, or contains anything but names.
     """
     where = f"resource {resource}={str(path)!r}"
     try:

@@ -38,9 +38,11 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-    """Turns the first of these signals into a KeyboardInterrupt, for which Snakemake stops.
+    """A handler for signals that end this process: the first one becomes a KeyboardInterrupt.
 
-    Further ones change nothing: in the middle of Snakemake's own end each would be a traceback.
+    Ctrl-C cancels the jobs; SIGTERM (a rebooted login node) and SIGHUP (a closed terminal) leave
+    them running. Further signals are ignored: each would be a traceback in the middle of
+    Snakemake's own end.
     """
 
     def __init__(self) -> None:
@@ -48,11 +50,12 @@ class StopSignals:
 
     @property
     def leaves_jobs(self) -> bool:
-        """Whether the jobs are to run on."""
+        """Whether the jobs should keep running."""
         return self.by in (signal.SIGTERM, signal.SIGHUP)
 
     def listen(self) -> None:
-        """Take the signals; again after Snakemake has taken SIGTERM, for which it would wait."""
+        """Install the handlers; repeated after Snakemake has taken SIGTERM, for which it would
+        wait."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in _NUMBERS:
@@ -67,10 +70,10 @@ class StopSignals:
 
 
 def same_command(argv: Sequence[str], *, reruns_incomplete: bool) -> str:
-    """The command that goes on with this run's jobs, for a shell.
+    """The shell command that continues this run's jobs.
 
-    `reruns_incomplete`: whether Snakemake was told, by an option or a profile, that outputs which
-    nobody has recorded as complete are no reason to stop.
+    `reruns_incomplete`: whether an option or profile told Snakemake to rerun outputs that are not
+    recorded as complete.
     """
     name = PurePath(argv[0]).name
     program = "snakemake" if name in ("__main__.py", "snakemake") else argv[0]
@@ -78,18 +81,18 @@ def same_command(argv: Sequence[str], *, reruns_incomplete: bool) -> str:
     return shlex.join([program, *argv[1:], *more])
 
 
-# Result files are looked for this often; it costs one directory listing, no call to Slurm.
+# Interval between checks for result files; each costs one directory listing, no call to Slurm.
 _FILE_SECONDS = 0.5
-# Whoever pressed Ctrl-C does not wait longer for a silent Slurm: the ids to cancel are printed.
+# After Ctrl-C a silent Slurm is not awaited longer: the ids to cancel are printed.
 _CANCEL_PATIENCE = 60.0
-# Where Slurm enforces memory without saying so in the state, its word is among these last lines.
+# If Slurm enforces memory without a state for it, its message is among these last lines.
 _MEMORY_LINES = 20
 _RUNS_KEPT = 20
 _FAILURES_NAMED = 10
 
 
 class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
-    """Runs each job as `snakemake` on a node; see docs/further.md."""
+    """The executor, which runs each job as `snakemake` on a node; see docs/further.md."""
 
     def __post_init__(self) -> None:
         if self.workflow.remote_execution_settings.immediate_submit:
@@ -181,11 +184,11 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
 
     @property
     def cores(self) -> str:
-        """What a job may use: its node's own, whatever the submitting host has."""
+        """The resources of a job are its node's own, whatever the submitting host has."""
         return "all"
 
     def additional_general_args(self) -> str:
-        """A job's Snakemake says nothing that the submitting one says too."""
+        """Options that keep a job's Snakemake from repeating the submitting one's output."""
         is_verbose = self.workflow.output_settings.verbose
         return "" if is_verbose else "--quiet host progress rules reason"
 
@@ -201,7 +204,8 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
         self._put(jobs)
 
     def _put(self, jobs: Sequence[Any]) -> None:
-        """Every job ends up reported, submitted or refused: else it keeps its place in --jobs."""
+        """Submit jobs; each is reported as submitted or refused, or it would keep its place in
+        --jobs."""
         self._stop.listen()
         defaults = self.settings.resource_defaults
         prepared = []
@@ -220,7 +224,7 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
         self._sender.send(jobs)
 
     def submitted(self, job: Any, entry: Entry, *, taken_over: bool) -> None:
-        """The sender's report of a job that Slurm has."""
+        """Report a job that Slurm has accepted."""
         self._live.add(entry)
         if self.settings.efficiency_report:
             self._labels.setdefault(entry.cluster, {})[entry.job_id] = entry.label
@@ -234,15 +238,16 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
         self.report_job_submission(info)
 
     def refused(self, job: Any, words: str) -> None:
-        """The sender's report of a job that cannot be submitted."""
+        """Report a job that cannot be submitted."""
         self.report_job_error(SubmittedJobInfo(job), msg=f"{words}\n")
 
     def living(self) -> int:
-        """How many of this run's jobs Slurm has."""
+        """The number of this run's jobs in Slurm."""
         return len(self._live)
 
     def _note_name(self, entry: Entry, name: str) -> None:
-        """Slurm shows a job of ours under another name: the next run must know it by that one."""
+        """Record another name that Slurm shows for a job of ours, by which the next run must find
+        it."""
         self._watcher.say_once(
             f"Slurm shows job {entry.job_id} as {name!r}, submitted as {entry.name!r}; it is known"
             " by its id (a plugin of this cluster, or scontrol, has renamed it)"
@@ -258,7 +263,7 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
     # --- status
 
     async def sleep(self) -> None:
-        """The pause between two looks at the files; Snakemake's own option is the poller's."""
+        """The interval between checks of the files; Snakemake's own option is for the poller."""
         await asyncio.sleep(_FILE_SECONDS)
 
     async def check_active_jobs(
@@ -299,7 +304,7 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
         self._watcher.poller.note_progress()
 
     def _tidy(self, entry: Entry, *, is_success: bool) -> None:
-        """Put the log where somebody may want to read it, or remove it."""
+        """Move the log to its readable place, or remove it."""
         log, link = entry.log_file(self._base), Path(entry.log)
         try:
             if is_success and not self.settings.keep_successful_logs:
@@ -331,7 +336,7 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
     # --- the end
 
     def cancel_jobs(self, active_jobs: list[SubmittedJobInfo]) -> None:  # noqa: ARG002
-        """Cancel every job of this run, or leave them all running where the process alone is ended.
+        """Cancel every job of this run, or leave them all running if only the process is ended.
 
         Snakemake's own list lacks those that are being checked at this moment, and a batch
         whose sbatch was interrupted: ours and the name have them.
@@ -350,7 +355,7 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
 
     @property
     def _leaves_jobs(self) -> bool:
-        """Whether this run ends without its jobs: they are the next one's."""
+        """Whether this run ends without its jobs, which the next run takes over."""
         return self._is_silent or self._stop.leaves_jobs
 
     def _leave(self) -> None:
@@ -364,14 +369,14 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
             sys.argv, reruns_incomplete=self.workflow.dag_settings.force_incomplete
         )
         raise ApiError(
-            f"{why}: {len(self._live)} job(s) of this run go on in Slurm. This command takes them"
-            f" over: {command}"
+            f"{why}: {len(self._live)} job(s) of this run continue in Slurm. To take them over,"
+            f" run: {command}"
         )
 
     def _cancel_all(self) -> None:
-        """Own jobs by their ids, those taken over where Slurm has them so named.
+        """Cancel own jobs by their ids, and those taken over if Slurm shows them under their names.
 
-        And by this run's names: there may be a batch whose sbatch was not heard to the end.
+        Also cancel by this run's names, as there may be a batch whose sbatch was interrupted.
         """
         live = list(self._live)  # the polling thread goes on
         for cluster in self._clusters():
@@ -392,11 +397,11 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
             slurm.cancel(sorted(whole), cluster=cluster)
 
     def _clusters(self) -> set[str]:
-        """Every cluster that has or may have a job of this run."""
+        """All clusters that may have a job of this run."""
         return self._sender.clusters | {entry.cluster for entry in list(self._live)}
 
     def _cancel_leftovers(self) -> None:
-        """Ended jobs that Slurm has requeued: held ones would stay in the queue for ever."""
+        """Cancel ended jobs that Slurm has requeued: held ones would stay in the queue forever."""
         for cluster in self._sender.clusters:
             ids = [
                 job_id

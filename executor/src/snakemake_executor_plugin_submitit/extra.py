@@ -1,7 +1,7 @@
-"""The resource `slurm_extra`: options of sbatch that stand last on its command line. Pure.
+"""The resource `slurm_extra`: options at the end of sbatch's command line. Pure.
 
-What sbatch knows it knows best: options pass as they are, whatever release or site they are of.
-Refused are those on which the executor relies, in every spelling.
+Options are passed on unchanged, as sbatch knows best which are valid. Only those that the executor
+itself relies on are refused, in every spelling.
 """
 
 import re

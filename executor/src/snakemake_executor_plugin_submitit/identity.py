@@ -1,9 +1,10 @@
-"""What a job makes, and how: a job of an earlier run stands for today's only when both are equal.
+"""A job's identity: what it makes, and how. A job of an earlier run replaces today's only if both
+match.
 
-How it is made is all that Snakemake's rerun triggers compare (code, params, input files and their
-times, software environment), and the config where code sees it that Snakemake does not expand.
-Resources, threads and the attempt are left out, as Snakemake does: a retry with more memory makes
-the same.
+"How" is everything that Snakemake's rerun triggers compare (code, params, input files and their
+times, software environment), and the config if code that Snakemake does not expand can see it.
+Resources, threads and the attempt are left out, as in Snakemake: a retry with more memory makes the
+same.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# A folder that is an output: Snakemake's mark of when it was made.
+# Snakemake's timestamp file in an output folder.
 _FOLDER_MARK = ".snakemake_timestamp"
 
 
@@ -39,7 +40,7 @@ def identify(job: Any) -> JobIdentity:
 
 
 def _how(job: Any, inside: Collection[str]) -> dict[str, Any]:
-    """`inside`: what the job's own group makes, whose times say nothing."""
+    """`inside`: outputs of the job's own group, whose times mean nothing."""
     triggers = job.dag.workflow.persistence  # as Snakemake records them for a finished job
     paths = [path for path in job.input if str(path) not in inside]
     return {
@@ -58,7 +59,7 @@ def _expanded(job: Any) -> Sequence[Any]:
     """The command as it is run, or the file that is run and the config that it sees."""
     rule = job.rule
     if rule.shellcmd:
-        # What a retry or another run changes by itself must not change the identity.
+        # Values that change with a retry or another run must not change the identity.
         with suppress(Exception):  # a format such as {resources.mem_mb:d}
             return [job.format_wildcards(rule.shellcmd, resources=_Names(), threads="", jobid="")]
     others = [rule.wrapper, rule.cwl, rule.template_engine]
@@ -73,7 +74,7 @@ def _ordered(value: Any) -> Any:
 
 
 class _Names:
-    """Stands for a job's resources: each value is its name."""
+    """A stand-in for a job's resources, in which each value is its name."""
 
     def __repr__(self) -> str:
         return "resources"
@@ -98,9 +99,9 @@ def _script(job: Any) -> list[str]:
 
 
 def _time(path: Any) -> list[Any]:
-    """When an input was last modified and how long it is; of what is not here only the name."""
-    # Snakemake compares no times of ancient() inputs; a remote one's time costs a question over the
-    # network.
+    """An input's modification time and size; only the name if it is not here."""
+    # Snakemake ignores the times of ancient() inputs, and a remote one's time needs a network
+    # request.
     if getattr(path, "is_storage", False) or getattr(path, "is_ancient", False):
         return [str(path)]
     mark = Path(path) / _FOLDER_MARK
@@ -113,7 +114,7 @@ def _time(path: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class WorkingFolder:
-    """A working directory. `device` has a meaning only until the host `boot`s again."""
+    """A working directory. `device` is meaningful only until the host `boot`s again."""
 
     path: str
     inode: int

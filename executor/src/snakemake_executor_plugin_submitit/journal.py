@@ -1,4 +1,4 @@
-"""What was submitted and how it ended, on disk: a new snakemake finds a dead one's jobs again.
+"""The journal of submitted jobs and their ends, by which a new snakemake finds a dead one's jobs.
 
 Each run of snakemake has its own folder below the executor's, with `journal.jsonl` in it:
 
@@ -68,15 +68,15 @@ class Entry:
         return base / self.run / "results" / f"{self.token}.json"
 
     def batch_file(self, base: Path) -> Path:
-        """What its node reads; without it, a job that Slurm runs once more does nothing."""
+        """The file that its node reads; without it, a job that Slurm runs again does nothing."""
         return base / self.run / "jobs" / f"{self.batch}.json"
 
     def end_mark(self, base: Path) -> Path:
-        """With it, too, a job that Slurm runs once more does nothing."""
+        """The mark of its end, with which a job that Slurm runs again does nothing."""
         return base / self.run / "jobs" / f"{self.token}.ended"
 
     def log_file(self, base: Path) -> Path:
-        """What the job writes to its standard output and error."""
+        """The job's standard output and error."""
         return base / self.run / "logs" / f"{self.token}.log"
 
 
@@ -99,7 +99,7 @@ def _mark(run: str) -> str:
 
 @dataclass
 class OldRun:
-    """An earlier run's open ends.
+    """An earlier run's unfinished jobs.
 
     `jobs`: without an end, by token; `lost`: the names of batches of which no job was noted, with
     the cluster that was asked for.
@@ -184,7 +184,7 @@ class JobJournal:
             _mark_ended(entry, self.base)
 
     def _remove_batch(self, entry: Entry) -> None:
-        # First what the jobs run, then what keeps them from running it.
+        # First the jobs' commands, then the marks that keep them from running.
         entry.batch_file(self.base).unlink(missing_ok=True)
         entry.result_file(self.base).unlink(missing_ok=True)
         for mark in entry.batch_file(self.base).parent.glob(f"{entry.batch}-*.ended"):

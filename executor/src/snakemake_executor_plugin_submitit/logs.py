@@ -1,4 +1,4 @@
-"""Jobs' logs: where they stand, the end of a failed one, what running ones write meanwhile.
+"""Jobs' logs: their places, the end of a failed one, and the output of running ones.
 
 Slurm writes the logs of an array by one pattern, so all of them stand in their run's folder. A
 link by rule and wildcards leads to each; a log that stays takes its link's place.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-# What is read of one log at a time; a log that grows faster is shown in part.
+# Bytes read of one log at a time; a log that grows faster is shown in part.
 _AT_ONCE = 64 * 1024
 # Characters of a line that a failure's message shows.
 _WIDEST = 2000
@@ -48,7 +48,7 @@ def _make_folders(link: Path, top: Path) -> None:
 
 
 def keep(log: Path, link: Path, top: Path) -> None:
-    """Put an ended job's log where its link, below `top`, stands or would stand."""
+    """Move an ended job's log to the place of its link below `top`."""
     if log.exists():  # Slurm may not have made it
         _make_folders(link, top)
         log.replace(link)
@@ -94,7 +94,7 @@ def _cut(line: str) -> str:
 
 
 def printable(line: str) -> str:
-    """The line without control characters: a log must not steer the reader's terminal."""
+    """The line without control characters, so that a log cannot steer the reader's terminal."""
     return "".join(sign if sign.isprintable() or sign == "\t" else "�" for sign in line)
 
 
@@ -107,7 +107,7 @@ class _Followed:
 
 
 class Follower:
-    """Prints new lines of running jobs' logs, each with its job in front.
+    """A printer of new lines of running jobs' logs, each prefixed with its job.
 
     Args:
         single: only while there is one job: lines of several are hard to read.
@@ -124,7 +124,7 @@ class Follower:
         self._jobs[key] = _Followed(label, path, size)
 
     def poll(self) -> None:
-        """Print what is new in every log."""
+        """Print the new lines of every log."""
         jobs = list(self._jobs.values())  # the outbox's thread adds to it meanwhile
         if self._single and len(jobs) != 1:
             return
@@ -133,7 +133,7 @@ class Follower:
         self._stream.flush()
 
     def remove(self, key: str) -> None:
-        """Print the rest of a job's log and follow it no longer."""
+        """Print the rest of a job's log and stop following it."""
         is_shown = not self._single or len(self._jobs) == 1
         job = self._jobs.pop(key, None)
         if job is None or not is_shown:

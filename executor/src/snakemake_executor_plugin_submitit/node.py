@@ -1,4 +1,4 @@
-"""What runs on a job's first node: one command in a child process, and its result as a file.
+"""The program on a job's first node: runs one command in a child process and writes its result.
 
 Started as `python -m snakemake_executor_plugin_submitit.node FOLDER BATCH`. It starts with every job,
 so it imports no more than it needs.
@@ -64,7 +64,7 @@ class JobResult:
 
 
 def read_result(path: Path) -> JobResult | None:
-    """The result, or None where there is none, it cannot be read (yet) or is not to be believed."""
+    """The result, or None if it is missing, not readable (yet) or not trustworthy."""
     try:
         return JobResult(**json.loads(private.read(path)))
     except (OSError, ValueError, TypeError, private.UntrustedFileError):
@@ -73,11 +73,11 @@ def read_result(path: Path) -> JobResult | None:
 
 @dataclass(frozen=True)
 class BatchWork:
-    """What jobs of one batch have in common.
+    """The common data of a batch's jobs.
 
     `requeue_limit`: how often a job may be requeued after Slurm's warning. `signal`: the name of
-    the warning, empty where none was asked for. `environment`: variables of the submitting shell
-    that sbatch was not to see.
+    the warning signal, empty if none was requested. `environment`: variables of the submitting
+    shell that were hidden from sbatch.
     """
 
     requeue_limit: int = 0
@@ -86,7 +86,7 @@ class BatchWork:
 
 
 def write_batch(path: Path, commands: Sequence[str], work: BatchWork) -> None:
-    """Write what the jobs of a batch run: a line of JSON about all, then a line for each command.
+    """Write the commands of a batch: a line of JSON about all, then a line for each command.
 
     A command is for `/bin/sh`; a plain `PYTHON -m snakemake ARGUMENTS` is run without a shell. The
     file is for the user alone: a command may hold what others must not see.
@@ -102,7 +102,7 @@ def write_batch(path: Path, commands: Sequence[str], work: BatchWork) -> None:
 
 
 def read_job(path: Path, index: int) -> tuple[str, BatchWork]:
-    """The command of a batch's job, and what it has in common with the others.
+    """The command of a batch's job, and the batch's common data.
 
     Raises:
         OSError, ValueError, TypeError, LookupError: it is not there, or of another form.
@@ -127,10 +127,10 @@ def main(folder: Path, batch: str) -> None:
     deadline = time.monotonic() + _FILE_PATIENCE
     while not path.exists():
         if time.monotonic() > deadline:
-            sys.exit(f"no {path}: its jobs have ended before, or their submission was taken back")
+            sys.exit(f"no {path}: its jobs have already ended, or their submission was withdrawn")
         time.sleep(0.5)
     if (folder / "jobs" / f"{token}.ended").exists():
-        print("the job had ended before Slurm requeued it: nothing is run", flush=True)
+        print("the job had ended before Slurm requeued it: nothing to run", flush=True)
         return
     try:
         command, work = read_job(path, int(index))
@@ -181,7 +181,7 @@ def _go_back(watch: "_Watch", limit: int) -> str:
 
 @contextmanager
 def _hidden(command: str) -> Iterator[tuple[list[str], int]]:
-    """What to start, and the open file that has the command; its text is in no command line.
+    """The command line to start, and the open file with the command, which no command line shows.
 
     The file has no name, so that nobody else can open it and nothing of it is left.
     """

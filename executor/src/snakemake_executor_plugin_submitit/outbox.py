@@ -1,4 +1,4 @@
-"""A thread that submits, so that Snakemake goes on while Slurm does not answer."""
+"""A submitting thread, so that Snakemake continues while Slurm does not answer."""
 
 import queue
 import threading
@@ -13,7 +13,7 @@ class StoppedError(Exception):
 
 
 class Outbox(Generic[_T]):
-    """Hands what was put in to `send`, all that has gathered at once, in a thread of its own.
+    """Passes queued items to `send`, all that have gathered at once, in its own thread.
 
     `send` deals with every item and raises nothing but StoppedError.
     """

@@ -1,7 +1,8 @@
-"""A file of partitions as Slurm has them: `submitit-partition-config > partitions.yaml`.
+"""Print a file of Slurm's partitions: `submitit-partition-config > partitions.yaml`.
 
-It asks `scontrol show partition` and `sinfo`, and prints the file that `partitions` reads. What is
-left out or needs a look is said on stderr. Exit: 0 printed, 2 Slurm cannot be asked or has none.
+It asks `scontrol show partition` and `sinfo`, and prints the file that `partitions` reads.
+Omissions and entries to check are reported on stderr. Exit: 0 printed, 2 Slurm cannot be asked or
+has none.
 """
 
 import argparse
@@ -22,8 +23,8 @@ _GPU = re.compile(r"(?:^|,)gpu(?::([^:,()]+))?:([0-9]{1,9})(?![^,(])")
 _OPEN = {"State": "UP", "RootOnly": "NO", "ReqResv": "NO"}
 _FREE = dict.fromkeys(("AllowAccounts", "AllowGroups", "AllowQos"), "ALL")
 _HEADER = """\
-# As Slurm has them; look it through. max_gpu is what the largest node has: raise it for jobs over
-# several nodes. Delete partitions that no job should go to.
+# Generated from Slurm; please review. max_gpu is that of the largest node: raise it for jobs on
+# several nodes. Delete partitions that no job should use.
 """
 
 
@@ -42,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "submitit-partition-config", description="Print a file for --submitit-partition-config."
     )
-    parser.add_argument("cluster", nargs="?", help="one of several of a database; default: here")
+    parser.add_argument(
+        "cluster", nargs="?", help="cluster, if the database has several (default: this host's)"
+    )
     try:
         found, notes = _ask(parser.parse_args(arguments).cluster)
     except SlurmError as error:
@@ -65,10 +68,10 @@ def _ask(cluster: str | None) -> tuple[dict[str, dict[str, Any]], list[str]]:
 
 
 def config(partitions: str, nodes: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """The partitions that take jobs with their keys in the file, and notes for a person.
+    """The partitions that accept jobs, with their keys in the file, and notes for the user.
 
     Args:
-        partitions: what `scontrol show partition` says.
+        partitions: the output of `scontrol show partition`.
         nodes: sinfo's lines of `_NODE_FORMAT`.
     """
     found, notes, every = {}, [], parse_nodes(nodes)
@@ -91,7 +94,7 @@ def _other_than(usual: Mapping[str, str], facts: Mapping[str, str]) -> str:
 
 
 def parse_partitions(text: str) -> list[dict[str, str]]:
-    """What scontrol says of each partition; the default one first, as of equals it is chosen."""
+    """scontrol's fields of each partition, the default one first, as it wins among equals."""
     parts = re.split(r"^(?=PartitionName=\S)", text, flags=re.MULTILINE)[1:]
     found = [dict(re.findall(r"(\S+?)=(\S*)", part)) for part in parts]
     return sorted(found, key=lambda facts: facts.get("Default") != "YES")
@@ -106,7 +109,7 @@ def parse_nodes(text: str) -> list[PartitionNode]:
 
 
 def limits(facts: Mapping[str, str], nodes: Sequence[PartitionNode]) -> dict[str, Any]:
-    """A partition's keys in the file; what Slurm does not limit, or no node has, is left out."""
+    """A partition's keys in the file, without those that Slurm does not limit or no node has."""
     gpus = [[(model, int(count)) for model, count in _GPU.findall(node.gres)] for node in nodes]
     models = {model for node in gpus for model, _ in node}
     features = {feature for node in nodes for feature in node.features.split(",")}

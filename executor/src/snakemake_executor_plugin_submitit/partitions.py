@@ -77,7 +77,7 @@ def read(path: Path) -> tuple[Partition, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise WorkflowError(f"cannot read the partitions' file {path}: {error}") from error
     if len(text) > _SIZE_LIMIT:
-        raise WorkflowError(f"{path}: more than {_SIZE_LIMIT} characters: no file of partitions")
+        raise WorkflowError(f"{path}: more than {_SIZE_LIMIT} characters: not a partitions file")
     try:
         content = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
     # Also a date that does not exist, and `<<` in a circle.
@@ -131,7 +131,7 @@ def parse(content: Any, where: str) -> tuple[Partition, ...]:
     """
     partitions = content.get("partitions") if isinstance(content, dict) else None
     if not isinstance(partitions, dict) or not partitions:
-        raise WorkflowError(f"{where}: expected a mapping `partitions:` with one key a partition")
+        raise WorkflowError(f"{where}: expected a mapping `partitions:` with one key per partition")
     return tuple(
         _partition(name, keys, f"{where}: partition {_SHORT.repr(name)}")
         for name, keys in partitions.items()
@@ -139,7 +139,7 @@ def parse(content: Any, where: str) -> tuple[Partition, ...]:
 
 
 def choose(partitions: Sequence[Partition], asked: JobRequest) -> tuple[str, str]:
-    """The best partition's name and nothing, or nothing and why none fits."""
+    """The best partition's name and an empty text, or an empty name and why none fits."""
     judged = [(partition, score(partition, asked)) for partition in partitions]
     fitting = [(value, p.name) for p, value in judged if not isinstance(value, str)]
     if fitting:
@@ -148,7 +148,7 @@ def choose(partitions: Sequence[Partition], asked: JobRequest) -> tuple[str, str
 
 
 def score(partition: Partition, asked: JobRequest) -> float | str:
-    """How well the job belongs there, or why it does not fit."""
+    """The job's score in the partition, or why it does not fit."""
     if reason := _mismatch(partition, asked):
         return reason
     total = 0.0
@@ -179,7 +179,7 @@ def _mismatch(partition: Partition, asked: JobRequest) -> str:
 
 
 def _shares(asked: JobRequest) -> list[tuple[float, str]]:
-    """What the job asks for, each with its limit's name; 0 asks for nothing."""
+    """The job's requests, each with its limit's name; 0 requests nothing."""
     given = asked.resources
     shares: list[tuple[float, str]] = [
         (max(0, given.get(name, 0)), name) for name in (*_RESOURCES, "mpi_tasks")
@@ -235,12 +235,12 @@ def _limit(value: Any, key: str, where: str) -> float:
         minutes = _minutes(value)
         if minutes is None:
             raise WorkflowError(
-                f"{where}: {key}: {_SHORT.repr(value)} is no time; expected minutes, 12h,"
+                f"{where}: {key}: {_SHORT.repr(value)} is not a time; expected minutes, 12h,"
                 " 2d12h30m, D-HH:MM:SS or HH:MM:SS"
             )
         return minutes
     if not _is_limit(value):
-        raise WorkflowError(f"{where}: {key}: {_SHORT.repr(value)} is no number of 0 or more")
+        raise WorkflowError(f"{where}: {key}: {_SHORT.repr(value)} is not a number of 0 or more")
     return float(value)
 
 
@@ -250,7 +250,7 @@ def _is_limit(value: Any) -> bool:
 
 
 def _minutes(value: Any) -> float | None:
-    """Minutes, halves rounded up; None for what is no time."""
+    """Minutes, halves rounded up; None if it is not a time."""
     if isinstance(value, str):
         text = value.strip().lower()
         if text in ("unlimited", "infinite"):

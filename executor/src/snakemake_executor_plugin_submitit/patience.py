@@ -1,7 +1,7 @@
 """Patience with a controller or a database that is down, busy or restarting.
 
-Whatever is not known to last is tried again: a munge that is down, a message lost on the way, a
-full queue, a configuration that is being replaced, words of a Slurm to come.
+Every failure that is not known to be permanent is retried: a munge that is down, a lost message, a
+full queue, a configuration being replaced, messages of future Slurm versions.
 """
 
 import errno
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 # Of several lines this one has Slurm's own answer; a site's plugins may say anything before it.
 _ANSWER = re.compile(r"(?:Batch job submission failed|fatal): (.*)")
-# What Slurm 22.05 to 26.11 call a request that stays wrong, in lower case.
+# Messages of Slurm 22.05 to 26.11 for a permanently invalid request, in lower case.
 LASTING = (
     # Who asks, and where it may run.
     "access/permission denied",
@@ -37,7 +37,7 @@ LASTING = (
     "access denied to requested reservation",
     "requested reservation is invalid",
     "known by database",
-    # What it asks for. The partition's own limits, where EnforcePartLimits has them checked,
+    # The request. The partition's own limits, where EnforcePartLimits has them checked,
     # are "not available now" until somebody changes them; a partition or nodes that are down,
     # drained or busy refuse nothing: the job waits in the queue.
     "requested partition configuration not available now",
@@ -95,12 +95,12 @@ LASTING = (
     "unable to open file",
     "could not open user environment file",
     "batch script",
-    # What is not there at all.
+    # Missing programs and databases.
     "is not installed",
     "accounting storage is disabled",
 )
 _POLICY = "accounting/qos policy"
-# The line before tells which policy; one without a word of it is not known to last.
+# The line before names the policy; without it the refusal is not known to be permanent.
 _POLICY_LIMIT = re.compile(r"(?:^|: )((?:QOS|Assoc|Max)\w+)$", re.M)
 _LASTING_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -110,7 +110,8 @@ _FIRST_DELAY, _LONGEST_DELAY = 2.0, 60.0
 
 
 class GaveUpError(RuntimeError):
-    """A lasting refusal, or no answer for longer than the patience; the message has its words."""
+    """A permanent refusal, or no answer for longer than the patience; the message has the
+    details."""
 
     def __init__(self, words: str, *, lasting: bool) -> None:
         super().__init__(words)

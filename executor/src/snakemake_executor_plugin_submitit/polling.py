@@ -1,4 +1,4 @@
-"""When Slurm is asked about jobs, and what its answers or its silence mean."""
+"""The polling of Slurm about jobs, and the meaning of its answers or silence."""
 
 import time
 from collections import defaultdict
@@ -8,7 +8,7 @@ from snakemake_executor_plugin_submitit import slurm
 from snakemake_executor_plugin_submitit.journal import Entry
 from snakemake_executor_plugin_submitit.slurm import JobState, NoAccountingError, SlurmError
 
-# Slurm's word by job; None where it knows of no such job of ours.
+# Slurm's state by job; None if it does not know such a job of ours.
 JobStates = dict[Entry, JobState | None]
 
 # Asked again this soon when a failure on file waits for Slurm's word.
@@ -19,7 +19,7 @@ _BUSY_FACTOR = 3.0
 
 
 class Poller:
-    """At most one squeue a poll, and one sacct for what squeue has forgotten.
+    """A poller with at most one squeue per poll, and one sacct for jobs that squeue has forgotten.
 
     Args:
         seconds: between two polls.

@@ -1,4 +1,5 @@
-"""Which files say what a job runs or how it ended: those that nobody else can have written.
+"""Control files, which say what a job runs or how it ended, and are trusted only if nobody else
+could have written them.
 
 Such a file and its folder belong to this user or root, and neither group nor others may write to
 them. In a folder that several users share, anybody may put a run's folder beside ours.
@@ -89,7 +90,7 @@ def _open(path: Path, flags: int) -> int:
 def _believe(facts: os.stat_result, path: Path) -> None:
     is_folder = stat.S_ISDIR(facts.st_mode)
     if not is_folder and not stat.S_ISREG(facts.st_mode):
-        raise UntrustedFileError(f"{path} is a link or a FIFO: it is not of this executor")
+        raise UntrustedFileError(f"{path} is a link or a FIFO, which this executor does not create")
     if not _is_own(facts, path.parent):
         raise UntrustedFileError(
             f"{path} belongs to user {facts.st_uid}, who could choose what runs"
@@ -98,7 +99,7 @@ def _believe(facts: os.stat_result, path: Path) -> None:
         mode = stat.S_IMODE(facts.st_mode)
         raise UntrustedFileError(
             f"{path} can be written by others (mode {mode:04o}), who could choose what runs; see"
-            f" that all in it is yours, then: chmod go-w {shlex.quote(str(path))}"
+            f" that everything in it is yours, then: chmod go-w {shlex.quote(str(path))}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Jobs of an earlier snakemake that was killed: which of them this run may take over."""
+"""Jobs of an earlier, killed snakemake that this run may take over."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -21,7 +21,7 @@ class Candidate:
 
 
 class Candidates:
-    """The jobs that wait to be taken over, by what they make."""
+    """The jobs waiting to be taken over, by their outputs."""
 
     def __init__(self, found: Iterable[Candidate] = ()) -> None:
         self._open: dict[Entry, Candidate] = {}
@@ -42,7 +42,7 @@ class Candidates:
             self._makers[path].append(candidate.entry)
 
     def take(self, identity: JobIdentity) -> tuple[Candidate | None, list[Candidate]]:
-        """The candidate that is this very job, and those that would get into its way.
+        """The candidate that is this very job, and those that conflict with it.
 
         The latter make an output of it, or made it otherwise: they must have ended before it is
         submitted.

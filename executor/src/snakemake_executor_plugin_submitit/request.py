@@ -1,4 +1,4 @@
-"""What a job asks for: its resources and `slurm_extra`, read and checked. Pure."""
+"""A job's request: its resources and `slurm_extra`, read and checked. Pure."""
 
 import difflib
 import re
@@ -57,7 +57,7 @@ _ELSEWHERE = {
     "ntasks_per_node": "tasks_per_node",
     "ntasks_per_gpu": "tasks_per_gpu",
 }
-# A name is taken for a slip of a known one from this likeness on.
+# A name this similar to a known one counts as a typing error.
 _LIKENESS = 0.8
 _MODEL = re.compile(r"[A-Za-z0-9_.-]+")
 # One entry of a gres: gpu, gpu:2, gpu:a100, gpu:a100:2, each perhaps with sockets: (S:0)
@@ -68,7 +68,7 @@ _LONGEST_WARNING = 65535
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What a job asks for, checked: resources by one name each, and further options of sbatch."""
+    """A job's checked request: resources by one name each, and further options of sbatch."""
 
     resources: Mapping[str, Any]
     extra: Extra
@@ -130,7 +130,7 @@ def request(
 
 
 def doubtful_names(resources: Iterable[str]) -> dict[str, str]:
-    """Names that do nothing here, but look as if they were meant to; with what to write."""
+    """Warnings about names that have no effect but look as if they should, with the right name."""
     known = [*_READERS, *_ALIASES]
     found = {}
     for name in resources:
@@ -139,7 +139,7 @@ def doubtful_names(resources: Iterable[str]) -> dict[str, str]:
         near = difflib.get_close_matches(name, known, n=1, cutoff=_LIKENESS)
         if meant := _ELSEWHERE.get(name) or "".join(near):
             found[name] = (
-                f"resource {name!r} says nothing to Slurm; if it is no counter of your own,"
+                f"resource {name!r} means nothing to Slurm; if it is not a counter of your own,"
                 f" did you mean {meant!r}?"
             )
     return found
@@ -151,7 +151,7 @@ def _canonical(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     said: dict[str, str] = {}
     for name, raw in items:
         canonical = _ALIASES.get(name, name)
-        # What Snakemake cannot tell yet is an empty text.
+        # Values that Snakemake does not know yet are empty texts.
         if canonical not in _READERS or raw is None or (isinstance(raw, str) and not raw):
             continue
         value = _READERS[canonical](f"resource {name}", raw)
@@ -166,7 +166,7 @@ def _canonical(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 def _model(where: str, value: Any) -> str:
     text = line(where, value)
     if not _MODEL.fullmatch(text):
-        raise ResourceError(f"{where}={text[:80]!r}: expected a model's name, such as a100")
+        raise ResourceError(f"{where}={text[:80]!r}: expected a GPU model, such as a100")
     return text
 
 

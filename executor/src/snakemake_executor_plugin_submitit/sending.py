@@ -1,4 +1,4 @@
-"""What the outbox does with ready jobs: take over an earlier run's, submit the others."""
+"""The sending of ready jobs: take over an earlier run's, submit the others."""
 
 import json
 import time
@@ -34,7 +34,7 @@ _CANCEL_PATIENCE = 60.0
 
 
 class Report(Protocol):
-    """Where a job's fate goes."""
+    """The receiver of reports on jobs."""
 
     def submitted(self, job: Any, entry: Entry, *, taken_over: bool) -> None: ...
     def refused(self, job: Any, words: str) -> None: ...
@@ -42,7 +42,7 @@ class Report(Protocol):
 
 
 class JobSender:
-    """Runs in the outbox's thread, all but `forget_unused`."""
+    """The sender of jobs; everything but `forget_unused` runs in the outbox's thread."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class JobSender:
         return self._batches > 0
 
     def send(self, jobs: Sequence[Prepared]) -> None:
-        """Every job ends up reported, unless the run is being cancelled.
+        """Send jobs; each is reported, unless the run is being cancelled.
 
         Raises:
             StoppedError: it is.
@@ -121,8 +121,8 @@ class JobSender:
             return set(slurm.all_nodes()) - only
         if only:
             self._logger.warning(
-                f"{label}: {wanted} node(s) are asked for, of those it may have {len(only)} are"
-                " left: it may run on others"
+                f"{label}: {wanted} node(s) are requested, but only {len(only)} of those allowed"
+                " are left: it may run on others"
             )
         return set()
 
@@ -133,13 +133,13 @@ class JobSender:
         self._guessed = guess() or ""
         if self._guessed:
             self._logger.warning(
-                f"Slurm wants an account and none is given: trying {self._guessed!r};"
+                f"Slurm requires an account and none is given: trying {self._guessed!r};"
                 " name it in the resource slurm_account"
             )
         return bool(self._guessed)
 
     def _send_group(self, jobs: Sequence[Prepared], parameters: Parameters) -> None:
-        """In as few arrays as the cluster allows; an error of ours is no reason to hang."""
+        """Submit in as few arrays as the cluster allows; our own errors must not make it hang."""
         waiting = list(jobs)
         try:
             while waiting:
@@ -315,7 +315,7 @@ class JobSender:
             self._drop(candidate)
         if same is None:
             return False
-        what = "still runs" if same.live else "has ended well"
+        what = "still runs" if same.live else "has succeeded"
         self._logger.info(
             f"took over Slurm job {same.entry.job_id} of an earlier run: it {what}:"
             f" {same.entry.label}, log {same.entry.log}"
@@ -328,8 +328,8 @@ class JobSender:
         entry = candidate.entry
         if candidate.live:
             self._logger.info(
-                f"cancelling Slurm job {entry.job_id} of an earlier run: {entry.label} is made"
-                " otherwise now (code, params, inputs, software or config)"
+                f"cancelling Slurm job {entry.job_id} of an earlier run: {entry.label} is now"
+                " made differently (code, params, inputs, software or config)"
             )
             gone = self._patiently(
                 lambda: reattach.cancel_and_wait(

@@ -27,13 +27,15 @@ class ExecutorSettings(ExecutorSettingsBase):  # type: ignore[misc]  # untyped b
     patience: int = field(
         default=900,
         metadata={
-            "help": "Seconds for which Slurm commands are tried again while the controller or the "
+            "help": "Seconds for which Slurm commands are retried while the controller or the "
             "database is down."
         },
     )
     requeue_grace: int = field(
         default=300,
-        metadata={"help": "Seconds a job may stay NODE_FAIL or PREEMPTED before it counts failed."},
+        metadata={
+            "help": "Seconds a job may stay NODE_FAIL or PREEMPTED before it counts as failed."
+        },
     )
     result_grace: int = field(
         default=60,
@@ -42,22 +44,22 @@ class ExecutorSettings(ExecutorSettingsBase):  # type: ignore[misc]  # untyped b
     requeue_limit: int = field(
         default=20,
         metadata={
-            "help": "How often a job with `checkpoint_seconds` is requeued after it was warned."
+            "help": "How often a job with `checkpoint_seconds` is requeued after its warning."
         },
     )
     array_size: int = field(
         default=0,
-        metadata={"help": "Most jobs in one array; 0: what the cluster allows."},
+        metadata={"help": "Most jobs in one array; 0: as many as the cluster allows."},
     )
     log_lines: int = field(
         default=30,
-        metadata={"help": "Lines of a failed job's log to print; 0 prints none."},
+        metadata={"help": "Lines of a failed job's log to print (0 for none)."},
     )
     partition_config: str = field(
         default="",
         metadata={
             "help": "YAML file of partitions and their limits: a job that names no partition gets "
-            "the one that fits best. Without it the variable SNAKEMAKE_SLURM_PARTITIONS counts."
+            "the best fit. Default: the variable SNAKEMAKE_SLURM_PARTITIONS."
         },
     )
     qos: str = field(
@@ -70,40 +72,41 @@ class ExecutorSettings(ExecutorSettingsBase):  # type: ignore[misc]  # untyped b
     )
     jobname_prefix: str = field(
         default="",
-        metadata={
-            "help": "Put in front of the jobs' names: letters, digits, `_` and `-`, at most 50."
-        },
+        metadata={"help": "Prefix of the jobs' names: letters, digits, `_` and `-`, at most 50."},
     )
     # A flag's default must be False: Snakemake makes it `store_true`.
     no_requeue: bool = field(
         default=False,
         metadata={
-            "help": "Slurm does not requeue jobs that lost their node or were preempted, unless "
-            "they ask for it by `requeue` or `checkpoint_seconds`."
+            "help": "Tell Slurm not to requeue jobs that lost their node or were preempted, unless "
+            "they request it by `requeue` or `checkpoint_seconds`."
         },
     )
     no_reattach: bool = field(
         default=False,
-        metadata={"help": "Do not adopt jobs of an earlier snakemake that was killed."},
+        metadata={"help": "Do not take over jobs of an earlier snakemake that was killed."},
     )
     follow: str = field(
         default="none",
         metadata={
-            "help": "Print what running jobs write, each line with its job in front: of a job that "
-            "runs alone (single), of all jobs, or of none.",
+            "help": "Print the output of running jobs, each line prefixed with its job: of a job "
+            "that runs alone (single), of all jobs, or of none.",
             "choices": ["none", "single", "all"],
         },
     )
     efficiency_report: bool = field(
         default=False,
         metadata={
-            "help": "At the end print, for each rule, how much of their CPUs and memory its jobs "
-            "used. `reportseff` or `seff` tell it of each job."
+            "help": "At the end print, for each rule, the share of CPUs and memory that its jobs "
+            "used. `reportseff` or `seff` show it for each job."
         },
     )
     logdir: str = field(
         default="",
-        metadata={"help": "Folder of jobs' logs, by rule and wildcards; default: logs in folder."},
+        metadata={
+            "help": "Folder of the jobs' logs, by rule and wildcards (default: `logs` in the "
+            "job folder)."
+        },
     )
     keep_successful_logs: bool = field(
         default=False,
@@ -111,7 +114,7 @@ class ExecutorSettings(ExecutorSettingsBase):  # type: ignore[misc]  # untyped b
     )
     delete_logfiles_older_than: int = field(
         default=10,
-        metadata={"help": "Days for which logs are kept; 0 or less: for ever."},
+        metadata={"help": "Days for which logs are kept; 0 or less: forever."},
     )
 
     def __post_init__(self) -> None:
@@ -130,7 +133,7 @@ class ExecutorSettings(ExecutorSettingsBase):  # type: ignore[misc]  # untyped b
 
     @property
     def resource_defaults(self) -> dict[str, Any]:
-        """Resources of jobs that do not say otherwise."""
+        """Default resources of jobs."""
         found: dict[str, Any] = {"qos": self.qos, "reservation": self.reservation}
         return {**found, "requeue": False} if self.no_requeue else found
 

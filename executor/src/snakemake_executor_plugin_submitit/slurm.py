@@ -1,4 +1,4 @@
-"""The questions to Slurm: what my jobs do, which jobs have a name, how nodes are; and to cancel.
+"""Queries to Slurm: states of our jobs, jobs by name, states of nodes; and cancelling.
 
 Slurm's programs take options from variables of the environment, which outrank what a batch script
 says. So each of them gets an environment without any (`environment`), and every option as an
@@ -23,13 +23,13 @@ _SQUEUE_COLUMNS = 6
 _SACCT_FORMAT = "JobID,State,ExitCode,NodeList,JobName"
 _ATTEMPTS_FORMAT = "JobID,State,End,NodeList,JobName"
 _SACCT_COLUMNS = 5
-# What a job or an array task is called; scancel takes much more for one.
+# The id of a job or array task; scancel would accept much more.
 _JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?")
 # Slurm's words for "on no node".
 _NO_NODES = ("(null)", "none assigned")
 # Arguments of one call: far below the kernel's limit.
 _IDS_AT_ONCE = 500
-# What Slurm's programs read their options from.
+# Prefixes of variables from which Slurm's programs read options.
 _OPTION_VARIABLE = re.compile(
     r"S(LURMD?|BATCH|RUN|ALLOC|QUEUE|ACCT|ACCTMGR|INFO|CANCEL|CONTROL|DIAG|STAT|PRIO|SHARE)_"
 )
@@ -53,7 +53,7 @@ _LOST = ("DOWN", "FAIL", "ERROR", "NO_RESPOND", "UNKNOWN", "POWERED_DOWN")
 
 @dataclass(frozen=True)
 class JobState:
-    """What Slurm says about one job or array task; `start`: when it expects to start the job."""
+    """Slurm's state of one job or array task; `start`: its expected start."""
 
     state: str
     reason: str = ""
@@ -81,7 +81,7 @@ class NoAccountingError(SlurmError):
 
 
 def states(job_ids: Collection[str], cluster: str = "") -> dict[str, JobState]:
-    """What squeue says about these jobs and array tasks; what Slurm has forgotten is left out.
+    """squeue's states of these jobs and array tasks, without those that Slurm has forgotten.
 
     One call, which the controller answers with this user's jobs alone. Only those that are not
     among them cost another one, by their ids and without any filter: absence is an answer to that
@@ -303,7 +303,7 @@ def cancel(job_ids: Sequence[str], *, cluster: str = "") -> None:
     for job_id in job_ids:
         # To scancel `--user=x` or an empty list of names means many jobs.
         if _JOB_ID.fullmatch(job_id) is None:
-            raise ValueError(f"{job_id!r} is no id of one Slurm job")
+            raise ValueError(f"{job_id!r} is not the id of one Slurm job")
     for first in range(0, len(job_ids), _IDS_AT_ONCE):
         try:
             run(["scancel", "--quiet", *_at(cluster), *job_ids[first : first + _IDS_AT_ONCE]])
@@ -362,7 +362,7 @@ def _kill_group(child: int) -> None:
 
 
 def _so_far(error: subprocess.TimeoutExpired) -> str:
-    """What a program said before its time was up: sbatch tries again by itself and says why."""
+    """A program's output before its time limit: sbatch retries by itself and says why."""
     words = error.stderr or b""
     text = (words if isinstance(words, str) else words.decode(errors="replace")).strip()
     return f": {text}" if text else ""
@@ -374,7 +374,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def options_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """What `environment` leaves out and a job is to find in its own environment all the same.
+    """Variables that `environment` leaves out but a job must still find in its environment.
 
     `SBATCH_ACCOUNT` and the like are the user's, for programs that the job calls. `SLURM_...` tells
     of the allocation in which a process runs, and Slurm gives the job its own.

@@ -1,4 +1,4 @@
-"""What a job's result file and Slurm's word mean together. Pure.
+"""The judgement of a job from its result file and Slurm's state. Pure.
 
 Slurm outranks a failure on file: a job that Slurm has requeued is running again, whatever its
 interrupted attempt wrote. A success on file stands: the command checked its own outputs.
@@ -19,14 +19,14 @@ Patience = Literal["none", "requeue", "result"]
 INTERRUPTED = frozenset({"NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "REVOKED"})
 
 _MEANING: Mapping[str, str] = {
-    "TIMEOUT": "it ran into its time limit; give the rule more `runtime` (minutes)",
+    "TIMEOUT": "it reached its time limit; give the rule more `runtime` (minutes)",
     "OUT_OF_MEMORY": "it used more memory than it asked for; give the rule more `mem_mb`",
     "CANCELLED": "somebody or Slurm cancelled it",
     "DEADLINE": "it could not end before its deadline",
     "NODE_FAIL": "its node was lost and Slurm did not requeue it",
     "PREEMPTED": "another job took its place and Slurm did not requeue it",
     "BOOT_FAIL": "its node did not boot",
-    "COMPLETED": "it ended well for Slurm, but no result file came: is the folder shared?",
+    "COMPLETED": "Slurm saw it succeed, but no result file appeared: is the folder shared?",
 }
 
 # `slurmstepd: error: Detected 1 oom_kill event in StepId=7.batch.` and
@@ -52,7 +52,7 @@ def judge(result: JobResult | None, job: JobState | None) -> JobJudgement:
 
     Args:
         result: what the node wrote, if anything.
-        job: what Slurm says; None when Slurm answered and does not know the job.
+        job: Slurm's state; None if Slurm answered but does not know the job.
     """
     if result is not None and result.exit_code == 0:
         return JobJudgement("succeeded")
@@ -71,9 +71,7 @@ def judge(result: JobResult | None, job: JobState | None) -> JobJudgement:
 def _forgotten(result: JobResult | None) -> JobJudgement:
     if result is not None:
         return JobJudgement("failed", f"{_code(result)} on {result.host}")
-    return JobJudgement(
-        "unclear", "Slurm does not know it any more and no result file came", "result"
-    )
+    return JobJudgement("unclear", "Slurm no longer knows it and no result file appeared", "result")
 
 
 def _reason(job: JobState, result: JobResult | None) -> str:
@@ -93,7 +91,7 @@ def _code(result: JobResult) -> str:
 
 
 def memory_remark(reason: str, lines: Sequence[str]) -> str:
-    """What the log's end adds about memory where Slurm's state names no cause.
+    """A remark on memory from the log's end, if Slurm's state names no cause.
 
     Slurm's memory poller (JobAcctGatherParams=OverMemoryKill) leaves FAILED, exit code 0:9; a
     step killed by the kernel leaves slurmstepd's line about oom_kill events.
@@ -104,7 +102,7 @@ def memory_remark(reason: str, lines: Sequence[str]) -> str:
 
 
 def failure_message(job_id: str, reason: str, log: str, lines: list[str]) -> str:
-    """What the user reads about a failed job: Slurm's reason and the end of its log."""
+    """The message about a failed job: Slurm's reason and the end of its log."""
     message = f"Slurm job {job_id} failed: {reason}"
     if not lines:
         return f"{message}\nlog: {log}\n"
@@ -113,5 +111,5 @@ def failure_message(job_id: str, reason: str, log: str, lines: list[str]) -> str
 
 
 def failure_line(label: str, job_id: str, reason: str, log: str) -> str:
-    """All that matters of a failed job in one line: rule and wildcards, Slurm's id, reason, log."""
+    """A failed job in one line: rule and wildcards, Slurm's id, reason, log."""
     return f"failed: {label}, Slurm job {job_id}: {reason}; log {log}"

@@ -31,13 +31,13 @@ _QUEUE_FULL = re.compile(
 )
 # Linux takes no longer argument; what is longer stands in the script alone.
 _LONGEST_ARGUMENT = 128 * 1024 - 1
-# What `sbatch --parsable` prints, on a line of its own: a site's own words may stand around it.
+# The line that `sbatch --parsable` prints, possibly among a site's own messages.
 _PARSABLE = re.compile(r"(?P<id>\d+)(?:;(?P<cluster>[\w.-]+))?")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Jobs with equal Slurm parameters, of each its command.
+    """Jobs with equal Slurm parameters, and their commands.
 
     `tokens` name their files; `folder` is the run's. `requeue_limit`: how often a job that was
     warned of its end may requeue itself.
@@ -129,7 +129,9 @@ class _Sbatch(SlurmExecutor):  # type: ignore[misc]  # untyped base
         jobs = slurm.unfinished(cluster)
         ids = {i.partition("_")[0] for i, job in jobs.items() if job.name == self._batch.name}
         if len(ids) != 1:
-            raise SlurmError(f"sbatch: expected the new job's id alone on a line, got {text!r}")
+            raise SlurmError(
+                f"sbatch: expected the new job's id on a line of its own, got {text!r}"
+            )
         return ids.pop(), cluster
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 
 class ResourceError(ValueError):
-    """A resource that Slurm cannot be given; the message names it and what is expected."""
+    """An invalid resource for Slurm; the message names it and the expected value."""
 
 
 _WHOLE = re.compile(r"[+-]?[0-9]{1,15}")
@@ -21,7 +21,7 @@ def number(where: str, value: Any, least: int | None = None) -> int:
     """A whole number, also as a text: YAML and the command line do not tell them apart.
 
     Raises:
-        ResourceError: it is none, or below `least`.
+        ResourceError: it is not one, or below `least`.
     """
     if isinstance(value, str) and _WHOLE.fullmatch(value.strip()):
         value = int(value)
@@ -55,7 +55,7 @@ def option(where: str, value: Any) -> str:
     """
     text = line(where, value)
     if "\\" in text:
-        raise ResourceError(f"{where}={_short(text)}: sbatch takes no backslash here")
+        raise ResourceError(f"{where}={_short(text)}: sbatch accepts no backslash here")
     return text
 
 
@@ -95,7 +95,7 @@ def node_names(text: Any, where: str) -> list[str]:
     names = [name.strip() for name in _AMONG_NODES.findall(text) if name.strip()]
     for name in names:
         if not _NODE_NAMES.fullmatch(name):
-            raise ResourceError(f"{where}: {name[:80]!r} is not a node's name")
+            raise ResourceError(f"{where}: {name[:80]!r} is not a node name")
     return list(dict.fromkeys(names))
 
 

@@ -1,4 +1,4 @@
-"""Why jobs wait: Slurm's reasons in plain English, and what to do where waiting does not help."""
+"""Why jobs wait: Slurm's reasons in plain English, and advice if waiting does not help."""
 
 import math
 import re
@@ -52,10 +52,10 @@ _MEANINGS = {
         "Slurm has requeued it too often and holds it", _HELD_AFTER_FAILURE, stuck=True
     ),
     r"BadConstraints": _Meaning(
-        "no node has what it asks for", f"`scontrol show job {{id}}`; {_CHANGE}", stuck=True
+        "no node has what it requests", f"`scontrol show job {{id}}`; {_CHANGE}", stuck=True
     ),
     r"PartitionConfig": _Meaning(
-        "it asks for more than its partition has or allows", _CHANGE, stuck=True
+        "it requests more than its partition has or allows", _CHANGE, stuck=True
     ),
     r"PartitionTimeLimit": _Meaning(
         "its time limit exceeds the partition's",
@@ -63,14 +63,14 @@ _MEANINGS = {
         stuck=True,
     ),
     r"PartitionNodeLimit": _Meaning(
-        "its number of nodes is outside of the partition's limits", _CHANGE, stuck=True
+        "its number of nodes is outside the partition's limits", _CHANGE, stuck=True
     ),
     r"MaxMemPerLimit": _Meaning(
-        "it asks for more memory than its partition allows",
+        "it requests more memory than its partition allows",
         "scancel {ids}, then give the rule less `mem_mb` or another partition",
         stuck=True,
     ),
-    r"PartitionDown|PartitionInactive": _Meaning("its partition starts no jobs just now", _ADMIN),
+    r"PartitionDown|PartitionInactive": _Meaning("its partition currently starts no jobs", _ADMIN),
     r"InvalidAccount": _Meaning(
         "its account is gone or not for its user",
         "scancel {ids}, then give the rule another `slurm_account`",
@@ -94,7 +94,7 @@ _MEANINGS = {
     ),
     r"DeadLine": _Meaning("it cannot end before its deadline", _CHANGE, stuck=True),
     r"(QOS|Assoc)Max\w*Per(Job|Node)(Limit)?\b|QOSMin": _Meaning(
-        "this job alone is outside of a limit of its QOS or account", _CHANGE, stuck=True
+        "this job alone exceeds a limit of its QOS or account", _CHANGE, stuck=True
     ),
     (
         # QOSGrpCPUMinutes is used up; QOSGrpCPURunMinutes passes when running jobs end.
@@ -118,7 +118,7 @@ _MEANINGS = {
     r"Licenses": _Meaning("all licenses that it needs are in use"),
     r"Reservation": _Meaning("its reservation has not begun or is full"),
     r"JobArrayTaskLimit": _Meaning("its array may run no more tasks at a time"),
-    r"Constraints": _Meaning("no node has what it asks for just now"),
+    r"Constraints": _Meaning("no node has what it requests just now"),
     r"None": _Meaning("Slurm has not looked at it yet"),
 }
 _PATTERNS = [(re.compile(pattern), meaning) for pattern, meaning in _MEANINGS.items()]
@@ -126,7 +126,7 @@ _UNKNOWN = _Meaning("")
 
 
 class WaitReport:
-    """Says why jobs wait: once a minute, and only what has waited for a while.
+    """A reporter of why jobs wait: once per minute, and only for jobs that have waited for a while.
 
     Args:
         say: gets each line.

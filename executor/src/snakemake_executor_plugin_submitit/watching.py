@@ -1,4 +1,4 @@
-"""What becomes of submitted jobs: their result files, Slurm's word, and both together."""
+"""The watching of submitted jobs by their result files and Slurm's states."""
 
 import asyncio
 import os
@@ -36,7 +36,8 @@ class WatchedJob:
 
 
 class JobWatcher:
-    """Watches jobs by their files, twice a second, and by Slurm's word, when the poller asks."""
+    """A watcher of jobs: by their files, twice per second, and by Slurm's states, when the poller
+    asks."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class JobWatcher:
     async def look(
         self, watches: Sequence[WatchedJob], limiter: AbstractAsyncContextManager[Any]
     ) -> list[JobJudgement]:
-        """What each job is now. `limiter`: entered for each question to Slurm."""
+        """The current judgement of each job. `limiter`: entered for each query to Slurm."""
         results = self._results([watch.entry for watch in watches])
         answer = await self._answer(watches, results, limiter)
         return [self._judge(watch, results.get(watch.entry), answer) for watch in watches]

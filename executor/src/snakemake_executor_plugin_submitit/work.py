@@ -1,4 +1,4 @@
-"""A job on its way: from Snakemake's object to what is submitted."""
+"""The preparation of a job, from Snakemake's object to the submission."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ def prepare(
     Args:
         job: Snakemake's object.
         command: what the job runs.
-        defaults: resources that hold where the job does not say otherwise.
+        defaults: resources for jobs that do not set them.
         partitions: those to choose from for a job that names none.
 
     Raises:
@@ -64,7 +64,7 @@ def prepare(
         if partition:
             parameters["partition"] = partition
         else:
-            warnings.append(f"{job.name}: no partition fits ({reasons}); Slurm's default holds")
+            warnings.append(f"{job.name}: no partition fits ({reasons}); Slurm's default is used")
     exclude_file, node_file = (asked.resources.get(f"{use}_file") for use in ("exclude", "node"))
     return Prepared(
         job,

@@ -82,7 +82,7 @@ def test_an_output_that_was_made_unwatched_needs_rerun_incomplete(workflow: Make
     assert refused.returncode == 1
     assert "--rerun-incomplete" in refused.stdout
     assert done.returncode == 0
-    assert "it has ended well" in done.stdout
+    assert "it has succeeded" in done.stdout
     assert "Nothing to be done" in nothing.stdout
     assert flow.runs() == {"a": "start end"}
 

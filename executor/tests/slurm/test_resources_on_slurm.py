@@ -120,5 +120,5 @@ def test_an_account_that_the_user_lacks_is_refused_before_sbatch_is_asked(
     done = flow.run()
 
     assert done.returncode == 1
-    assert "slurm_account='moon': this user has no such account; there are: " in done.stdout
+    assert "slurm_account='moon': this user has no such account; valid: " in done.stdout
     assert flow.submitted() == []

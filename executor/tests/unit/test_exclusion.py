@@ -141,7 +141,7 @@ def test_a_file_that_is_not_there_names_none(file: Path) -> None:
 def test_a_file_of_anything_else_is_refused_by_its_path(file: Path, text: str) -> None:
     file.write_text(text)
 
-    with pytest.raises(ResourceError, match=r"bad_nodes\.txt.*is not a node's name"):
+    with pytest.raises(ResourceError, match=r"bad_nodes\.txt.*is not a node name"):
         nodes_of_file(file)
 
 

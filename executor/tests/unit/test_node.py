@@ -238,7 +238,7 @@ def test_a_job_that_had_ended_runs_nothing_and_writes_no_result(tmp_path: Path, 
     end = run_main(run, SLURM_ARRAY_TASK_ID="1")
 
     assert end.returncode == 0
-    assert "nothing is run" in end.stdout
+    assert "nothing to run" in end.stdout
     assert not (tmp_path / "1").exists()
     assert list((run / "results").iterdir()) == []
 

@@ -162,7 +162,7 @@ def test_exclusive_may_say_for_whom() -> None:
 
 @pytest.mark.parametrize("resource", ["exclude", "nodelist"])
 def test_what_is_no_nodes_name_reaches_no_option(resource: str) -> None:
-    with pytest.raises(ResourceError, match=f"resource {resource}: .* is not a node's name"):
+    with pytest.raises(ResourceError, match=f"resource {resource}: .* is not a node name"):
         parameters({resource: "n1;id"})
 
 
@@ -352,7 +352,7 @@ def test_an_option_stands_beside_resources_and_sbatch_takes_the_last() -> None:
         ({"slurm_extra": "--output=x"}, "slurm_extra: --output: "),
         ({"slurm_extra": 3.5}, "expected a text of one line"),
         ({"exclude": "n1", "slurm_extra": "-x n2"}, "slurm_extra, which says 'n2', differ"),
-        ({"slurm_extra": "-x n1;id"}, "resource exclude: 'n1;id' is not a node's name"),
+        ({"slurm_extra": "-x n1;id"}, "resource exclude: 'n1;id' is not a node name"),
     ],
 )
 def test_a_mistake_is_named(given: dict[str, Any], words: str) -> None:

@@ -277,7 +277,7 @@ def test_a_bad_file_of_nodes_fails_its_own_jobs_alone(
 
     desk.sender().send([ready("a", exclude_file=bad), ready("b")])
 
-    assert "is not a node's name" in desk.reports.words["a"]
+    assert "is not a node name" in desk.reports.words["a"]
     assert desk.reports.job_ids == {"b": "1_0"}
     assert len(cluster.batches) == 1
 

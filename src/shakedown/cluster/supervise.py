@@ -40,9 +40,8 @@ class Component:
     """One process to supervise. `env` is laid over the supervisor's own environment.
 
     `stdin`: an open descriptor that it reads; nothing by default. `own_temporary`: TMPDIR is a
-        folder that nobody else can enter and that is removed with it. `foreign`: its descendants
-        may lead their own sessions, as torchrun's workers do; they are found by a mark, and end
-        with it.
+    folder that nobody else can enter and that is removed with it. `foreign`: its descendants may
+    lead their own sessions, as torchrun's workers do; they are found by a mark, and end with it.
     """
 
     name: str

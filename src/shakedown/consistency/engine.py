@@ -1,7 +1,7 @@
 """The engine side: generate from text with log-probabilities, score given tokens by prefill.
 
 Prompts are sent as text if the server can report their token ids: agents do the same, and only then
-    a chat template that differs between trainer and server shows.
+a chat template that differs between trainer and server shows.
 """
 
 import asyncio

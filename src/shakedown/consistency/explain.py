@@ -20,7 +20,7 @@ class ExplainedDifference:
     """Limits from the measured noise, the factor table, its conclusion, and the time it took.
 
     `unexplained`: the comparison does not pass, and no factor accounts for it. `layer` is searched
-        for then, or if the weights account for it.
+    for then, or if the weights account for it.
     """
 
     chosen: ChosenLimits

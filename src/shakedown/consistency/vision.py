@@ -98,7 +98,7 @@ def completion_logits(
     """Logits [T, vocabulary] of the T tokens of a completion, each before it is seen.
 
     The prompt is processed first and the completion then through the cache, as in generation: in
-        one pass a sampled image token would be taken for a missing image.
+    one pass a sampled image token would be taken for a missing image.
     """
     first = model(**inputs, use_cache=True)
     before = first.logits[0, -1:]

@@ -26,7 +26,7 @@ class ProgramCall:
     """A program as it was called in `folder`: the `words` after its name, in order.
 
     `overlays`: the config files, each overriding the ones before it. `targets`: the requested
-        files. `profile`: the one named by the environment.
+    files. `profile`: the one named by the environment.
     """
 
     folder: str = ""

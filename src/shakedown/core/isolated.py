@@ -38,7 +38,7 @@ def run_isolated(
     """The result of `function`, computed by a forked child.
 
     If this process has other threads, it runs here without limits: a lock that one of them holds
-        would stay locked in the child forever. The `shakedown` command has none.
+    would stay locked in the child forever. The `shakedown` command has none.
 
     Raises:
         UsageError: the limits were too low; `hint` is the remedy.

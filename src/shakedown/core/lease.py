@@ -6,9 +6,8 @@ removed under a name that somebody else could have by then, so no two can take t
 N grows with each holder: a writer whose number is not the newest must stop (`Fence`).
 
 A holder is gone only when that is proven: on its own machine no process has its number and start
-    time; its machine was rebooted; or Slurm says that its job has ended. Silence proves nothing (a
-    stopped process, a cut network): a person who knows better says so with the command in the
-    message.
+time; its machine was rebooted; or Slurm says that its job has ended. Silence proves nothing (a
+stopped process, a cut network): a person who knows better says so with the command in the message.
 """
 
 import contextlib

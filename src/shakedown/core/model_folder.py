@@ -1,7 +1,7 @@
 """Checks of a Hugging Face folder's files, before anything is started.
 
 Engines report such faults late or never: vLLM fills a layer that is narrower than its weights with
-    a part of them, and answers. Only headers are read, without torch or transformers.
+a part of them, and answers. Only headers are read, without torch or transformers.
 """
 
 import json

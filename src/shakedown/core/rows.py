@@ -34,7 +34,7 @@ class JsonLines:
     """The rows of a file, in order; other lines are counted while reading.
 
     `damaged`: lines that are not rows; `first`: the number of the first of them (in what was read).
-        `torn`: the last line was cut off. `whole`: bytes of the complete lines.
+    `torn`: the last line was cut off. `whole`: bytes of the complete lines.
 
     Args:
         fits: whether an object is a row of this kind of file.

@@ -1,11 +1,11 @@
 """An endless stream of rows in a seeded order, read one by one, whose position can be restored.
 
 The order of an epoch is a permutation of all rows, whatever the size of the data set: neighbours in
-    a sorted file are not neighbours in an epoch. Memory holds eight bytes per row, and the first
-    rows in prepared form.
+a sorted file are not neighbours in an epoch. Memory holds eight bytes per row, and the first rows
+in prepared form.
 
 Every rank reads the same stream and takes its share of the same global batch, and epochs follow
-    without a gap: no batch is ever short, so no rank ever has fewer batches than another.
+without a gap: no batch is ever short, so no rank ever has fewer batches than another.
 """
 
 import functools

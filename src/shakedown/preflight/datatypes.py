@@ -94,7 +94,7 @@ class WorkerRequest(_Wire):
     """The request to every network worker before the first round.
 
     `addresses`: node -> address of the participants. `token`: the secret that a connection must
-        present. `limit`: time limit in seconds of one connection or of forming one group.
+    present. `limit`: time limit in seconds of one connection or of forming one group.
     """
 
     addresses: Mapping[str, str]

@@ -72,7 +72,7 @@ class NodeProgram:
         """Wait until all of `wanted` have answered; return those that have.
 
         Once half of them have, the others get `least` seconds, or four times as long as that half
-            took: a member still silent then has its own problem. The wait never exceeds `most`.
+        took: a member still silent then has its own problem. The wait never exceeds `most`.
         """
         begin = time.monotonic()
         deadline = begin + most

@@ -80,9 +80,8 @@ class NetworkReport:
     """The report of the network workers.
 
     `all_reduce`: member -> error text, empty when it got the right sum. `work`: member -> its
-        processors' results (network.py, `NetworkWorker.work`). `absent`: members without a result
-        or that ended alone, with the reason. `excluded`: nodes that could not be asked, with the
-        reason.
+    processors' results (network.py, `NetworkWorker.work`). `absent`: members without a result or
+    that ended alone, with the reason. `excluded`: nodes that could not be asked, with the reason.
     """
 
     members: Sequence[Member] = ()

@@ -12,8 +12,8 @@ def pair_rounds(count: int, leaves: Sequence[str] = ()) -> list[list[NodePair]]:
     """Rounds of disjoint pairs over members 0..count-1, no pair twice.
 
     The circle method: with an odd count a different member rests in each round. All pairs up to
-        `ALL_PAIRS` members; beyond that two rounds and, with several leaf switches, one round
-        between leaves.
+    `ALL_PAIRS` members; beyond that two rounds and, with several leaf switches, one round between
+    leaves.
 
     Args:
         leaves: each member's leaf switch; empty if unknown.

@@ -1,7 +1,7 @@
 """The nodes that srun and Slurm's controller themselves blame. Pure.
 
 Their messages come before our own inferences: a lost node explains the failures beside it, and
-    tasks that srun ends because of it are nobody's fault.
+tasks that srun ends because of it are nobody's fault.
 """
 
 import re

@@ -26,8 +26,8 @@ class StageLogs:
     """A stage of the workflow, and the places of its logs.
 
     `folders`: those of its programs' logs, with the prefix of their names; `rules`: the logs of its
-        rules, the first of which repeats the programs' output if `repeats` is set; `step`: its
-        folder, relative to the run's; `ends`: a file that exists once it has ended.
+    rules, the first of which repeats the programs' output if `repeats` is set; `step`: its folder,
+    relative to the run's; `ends`: a file that exists once it has ended.
     """
 
     name: str

@@ -121,7 +121,7 @@ class JobView:
     """The newest Slurm job of a step.
 
     `outcome`: its end as recorded by the workflow; empty before that. `told`: Slurm's information;
-        None if Slurm was not asked or did not answer.
+    None if Slurm was not asked or did not answer.
     """
 
     job_id: str

@@ -33,7 +33,7 @@ class Job:
     """A job or a task of an array, with squeue's values; empty where Slurm has none.
 
     `nodes`: their short form; `start`: the actual or expected start, in seconds since 1970;
-        `owner`: the user's number.
+    `owner`: the user's number.
     """
 
     state: str

@@ -187,7 +187,7 @@ def test_status_shows_progress_and_heartbeats_of_a_stage_under_way(
 
 
 @pytest.mark.parametrize(
-    ("status", "said"), [(200, "is up and healthy"), (503, "is not well: /health: HTTP 503")]
+    ("status", "said"), [(200, "is up and healthy"), (503, "is not healthy: /health: HTTP 503")]
 )
 def test_status_says_how_the_server_is(
     status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

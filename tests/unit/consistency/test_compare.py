@@ -318,7 +318,7 @@ def test_a_grade_that_is_asked_for_and_limits_of_single_metrics_win() -> None:
     found = chosen(over={"k3": 0.5})
     assert (found.limits["k3"].good, found.limits["k3"].poor) == (0.5, 0.5)
     assert found.limits["mean_abs_dlogp"].good == 1e-4
-    assert "consistency.limits over them" in found.source
+    assert "overridden by consistency.limits" in found.source
 
 
 @pytest.mark.parametrize("size", [1e-4, 1e-3])

@@ -376,5 +376,5 @@ def test_a_position_that_is_not_in_the_data_is_refused(
 def test_a_stream_in_which_no_row_is_left_ends_with_a_message(tmp_path: Path) -> None:
     source = _file(tmp_path, *[GOOD.replace('"2"', '"7"')] * 5)
 
-    with pytest.raises(UsageError, match="no row is left of 5 rows"):
+    with pytest.raises(UsageError, match="none of the 5 rows can be used"):
         _stream(source, kept=2).take(1)

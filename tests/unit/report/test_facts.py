@@ -169,9 +169,9 @@ def test_checks_stand_beside_each_other_with_their_errors_by_class() -> None:
     assert dict(table.rows) == {
         "episodes": ["8", "8"],
         "good episodes": ["6", "6"],
-        "good episodes a second": ["", "12.5"],
+        "good episodes per second": ["", "12.5"],
         "latency, median": ["250 ms", "250 ms"],
-        "event loop's lag, longest": ["not finite", ""],
+        "event loop lag, longest": ["not finite", ""],
         "failed: read_timeout": ["", "2"],
     }
 

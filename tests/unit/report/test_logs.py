@@ -174,7 +174,7 @@ def test_the_newest_attempt_of_the_stage_that_ran_last_is_shown(
         (["--stage", "sfx"], "no stage 'sfx' (did you mean 'sft'?); it has: assets, preflight,"),
         (["--stage", "../.."], "no stage '../..'"),
         (["--attempt", "7"], "stage sft has no attempt 7; it has: 1"),
-        (["--component", "trainer-rank9"], "no log of a component 'trainer-rank9'"),
+        (["--component", "trainer-rank9"], "no component matches 'trainer-rank9'"),
     ],
 )
 def test_what_is_not_there_is_a_usage_error_that_says_what_is(

@@ -111,7 +111,7 @@ def test_a_queued_stage_is_pending_with_slurms_reason_and_start(run: Run) -> Non
     [
         ("Priority", "jobs with higher priority are ahead of it"),
         ("JobHeldUser", "held until `scontrol release`"),
-        ("PartitionNodeLimit", "it will not start so"),
+        ("PartitionNodeLimit", "it cannot start like this"),
         ("ReqNodeNotAvail, UnavailableNodes:n1", "UnavailableNodes:n1: a node that it needs is"),
         ("QOSMaxJobsPerUserLimit", "quality of service is reached; Slurm gives no start time"),
         ("SomethingNew", "PENDING, SomethingNew; Slurm gives no start time"),
@@ -221,7 +221,7 @@ def test_jobs_whose_snakemake_was_killed_are_told_and_how_to_go_on(run: Run) -> 
     shown = run.shown()
 
     assert f"snakemake (process {dead.pid} on " in shown
-    assert f"is gone, its jobs are not: 11; the same command in {run.paths.root.parent}" in shown
+    assert f"is gone but its jobs are not: 11; the same command in {run.paths.root.parent}" in shown
 
 
 def test_between_two_stages_a_living_snakemake_is_at_work(run: Run) -> None:
@@ -241,7 +241,7 @@ def test_a_server_whose_job_was_cancelled_is_gone_though_its_files_say_running(r
 
     shown = run.shown()
 
-    assert "WARN    serve        answered a real generation at http://127.0.0.1:1" in shown
+    assert "WARN    serve        answered a real request at http://127.0.0.1:1" in shown
     assert "its job 17 has ended: CANCELLED on n1; steps that need it will restart it" in shown
 
 
@@ -333,5 +333,5 @@ def test_a_broken_record_of_the_workflow_is_a_note(run: Run, body: str) -> None:
 
     shown = run.shown()
 
-    assert "note: the run's Slurm jobs are not known:" in shown
+    assert "note: the run's Slurm jobs cannot be determined:" in shown
     assert shown.startswith("demo: NOT RUN: Not started")

@@ -216,7 +216,7 @@ def test_a_warning_does_not_hide_that_the_run_passed() -> None:
 @pytest.mark.parametrize(
     ("server", "state", "sentence"),
     [
-        ({"endpoint": {"base_url": "U"}}, "PASS", "answered a real generation at U"),
+        ({"endpoint": {"base_url": "U"}}, "PASS", "answered a real request at U"),
         (
             {
                 "endpoint": {"base_url": "U"},
@@ -224,12 +224,12 @@ def test_a_warning_does_not_hide_that_the_run_passed() -> None:
                 "reason": "stopped on request",
             },
             "PASS",
-            "answered a real generation at U; stopped on request",
+            "answered a real request at U; stopped on request",
         ),
         (
             {"endpoint": {"base_url": "U"}, "phase": "ended", "reason": "killed", "crashed": True},
             "WARN",
-            "answered a real generation at U; killed",
+            "answered a real request at U; killed",
         ),
         ({"phase": "running"}, "RUNNING", "starting: it has not answered a request yet"),
         ({"phase": "ended", "reason": "no GPU"}, "UNKNOWN", "ended before it answered; no GPU"),

@@ -105,7 +105,7 @@ def test_why_slurm_could_not_be_asked_is_said(
 def test_what_is_no_id_of_one_job_never_reaches_squeue(programs: Path, job_id: str) -> None:
     answers(programs, "squeue", RECORDED)
 
-    with pytest.raises(ValueError, match="no id of one Slurm job"):
+    with pytest.raises(ValueError, match="not the id of one Slurm job"):
         ask([job_id], seconds=5.0)
 
     assert not (programs / "squeue.asked").exists()

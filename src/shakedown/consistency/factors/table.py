@@ -9,7 +9,7 @@ With t the reference's log-probability, g the engine's, and a, b those of a fact
     share     (1 - left / whole) * sqrt(1 - (floor / distance)^2): noise is not a factor
 
 Rounding has no direction: independent roundings add in squares. For n roundings of that size n *
-    distance^2 / whole^2 replaces 1 - left / whole, if it is larger.
+distance^2 / whole^2 replaces 1 - left / whole, if it is larger.
 """
 
 import math

@@ -96,7 +96,7 @@ def test_sglang_s_own_protocol_is_compared_too(engine: Engine, model: Path) -> N
     rows = rows_of(compared(engine, model, factors="all"))
     note = "not measured: sglang takes no cache salt, which a cold pass needs"
     assert rows["prefix_cache"].note == note
-    assert rows["prompt_ids"].note.startswith("not measured: prompts went out as ids")
+    assert rows["prompt_ids"].note.startswith("not measured: prompts were sent as ids")
     assert rows["engine_batch"].distance == pytest.approx(0, abs=1e-5)
 
 
