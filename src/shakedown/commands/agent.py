@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(
         run_parser,
         required=False,
-        why="for the sampling settings of the stage that trains with the agent",
+        why="the sampling settings of the stage that trains with the agent",
     )
     run_parser.add_argument(
         "--concurrency", type=positive, default=64, help="episodes to run at once"

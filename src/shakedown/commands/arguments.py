@@ -129,7 +129,8 @@ def add_config(parser: argparse.ArgumentParser, *, required: bool = True, why: s
         type=Path,
         required=required,
         metavar="FILE",
-        help="the run's YAML files, each overriding the ones before it" + (why and f": {why}"),
+        help="the run's YAML files, each overriding the ones before it"
+        + (why and f"; used for {why}"),
     )
 
 

@@ -96,7 +96,7 @@ def _running_arguments(actions: ActionParsers) -> None:
 
 
 def _order_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config(parser, required=False, why="its `serve` section; the options below override it")
+    add_config(parser, required=False, why="its `serve` section (the options below override it)")
     parser.add_argument(
         "--assets",
         type=Path,

@@ -120,7 +120,7 @@ async def _explained(
 
 def _kind(
     prompt: EncodedPrompt, theirs: list[int], tokenizer: Any, text: str, told: str
-) -> PromptDifference:
+) -> DifferenceKind:
     special = frozenset(tokenizer.all_special_ids)
     if _bare(list(prompt.ids), special) == _bare(theirs, special):
         return "special tokens"

@@ -122,6 +122,6 @@ def node_troubles(nodes: Sequence[str], *, seconds: float) -> list[str]:
 
 
 def _trouble(node: str, state: str, reason: str) -> str:
-    silent = "and does not answer Slurm" if state.endswith("*") else ""
+    silent = " and does not answer Slurm" if state.endswith("*") else ""
     why = f": {reason}" if reason not in ("", "none") else ""
     return f"node {node} is {state.rstrip('*')}{silent}{why}"

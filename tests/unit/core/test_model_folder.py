@@ -128,7 +128,7 @@ def _garbled(path: Path) -> None:
     ("damage", "told"),
     [
         (_cut, "its header says"),
-        (_cut_early, "no safetensors, or its beginning alone"),
+        (_cut_early, "not a whole safetensors file"),
         (_pointer, "Git LFS pointer"),
         (_garbled, "its header is not a safetensors header"),
         (lambda path: path.write_bytes(b""), "0 bytes are not a whole safetensors file"),

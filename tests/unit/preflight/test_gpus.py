@@ -114,7 +114,7 @@ TORCH = {"version": "2.13", "cuda": "13.0", "nccl": "2.29.7", "count": 2, "faile
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"count": 0, "cuda": None, "version": "2.13+cpu"}, "torch 2.13+cpu is built for CPUs"),
+        ({"count": 0, "cuda": None, "version": "2.13+cpu"}, "torch 2.13+cpu is a CPU build"),
         ({"count": 0, "version": None}, "torch is not installed"),
         ({"count": 1}, 1),
         ({"failed": "CUDA error: no kernel image"}, "CUDA error: no kernel image"),

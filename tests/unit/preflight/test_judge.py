@@ -218,8 +218,8 @@ TAKEN = {"gloo": "eth0", "nccl": "eth0"}
     ("chosen", "routes", "told"),
     [
         (TAKEN, {"eth0": ["n2"]}, []),
-        ({**TAKEN, "gloo": "lo"}, {"eth0": ["n2"]}, ["gloo takes lo"]),
-        ({"gloo": "docker0", "nccl": "docker0"}, {"eth0": ["n2"]}, ["gloo takes docker0; nccl"]),
+        ({**TAKEN, "gloo": "lo"}, {"eth0": ["n2"]}, ["gloo uses lo"]),
+        ({"gloo": "docker0", "nccl": "docker0"}, {"eth0": ["n2"]}, ["gloo uses docker0; nccl"]),
         ({**TAKEN, "nccl": "ib0"}, {"eth0": ["n2"]}, []),
     ],
 )

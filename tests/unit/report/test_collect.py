@@ -60,7 +60,7 @@ def test_a_file_instead_of_a_folder_is_a_usage_error(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_runs_is_none_and_one_of_its_runs_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"holds no run: expected .* such as results/demo"):
+    with pytest.raises(UsageError, match=r"contains no run: expected .* such as results/demo"):
         collect(tmp_path)
     write_text(RunPaths(tmp_path / "mine").config, "run: mine\n")
     for command in ("status", "report"):

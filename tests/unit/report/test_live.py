@@ -304,7 +304,7 @@ def test_a_picture_fits_the_terminal_and_overwrites_the_one_before() -> None:
     assert first.startswith("\033[2J\033[H")
     assert first.count("\n") == 9
     assert "x" * 40 not in first
-    assert "... 42 lines more" in first
+    assert "... 42 more lines" in first
     assert later == "\033[Htwo\033[K\nlines\033[K\n\033[J"
 
 

@@ -196,7 +196,7 @@ def test_without_an_answer_of_slurm_the_rest_is_shown(
     shown = run.shown()
 
     assert f"note: Slurm could not be asked about job 11: {said}" in shown
-    assert "pending preflight    submitted as job 11; whether it waits or runs is not" in shown
+    assert "pending preflight    submitted as job 11; its current state is unknown" in shown
     assert "  -       sft" in shown
 
 
