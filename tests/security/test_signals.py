@@ -182,7 +182,7 @@ def test_a_session_whose_leader_is_gone_is_told_and_not_signalled(folder: Server
     leader.process.wait(10)
     (left,) = guard.members({leader.pid})
 
-    with pytest.raises(RefusedError, match=f"processes {left} may be left of a killed"):
+    with pytest.raises(RefusedError, match=f"processes {left} may be left over from a killed"):
         stop(folder.root)
 
     assert guard.members({leader.pid}) == [left]

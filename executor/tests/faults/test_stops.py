@@ -42,7 +42,7 @@ def test_the_end_of_the_login_node_or_terminal_costs_no_work(
     said = flow.read("snakemake.out")
 
     last = said.splitlines()[-1]
-    assert f"{number.name}: 3 job(s) of this run go on in Slurm" in last
+    assert f"{number.name}: 3 job(s) of this run continue in Slurm" in last
     assert "--executor submitit --jobs 20" in last
     assert last.endswith("--rerun-incomplete")
     assert "Traceback" not in said
@@ -108,7 +108,7 @@ def test_a_slurm_that_stays_silent_ends_the_run_and_not_its_jobs(workflow: Make)
     flow.touch("silent")
 
     assert run.wait(PATIENCE) == 1
-    assert "Slurm does not answer: 3 job(s) of this run go on" in flow.read("snakemake.out")
+    assert "Slurm does not answer: 3 job(s) of this run continue" in flow.read("snakemake.out")
     (flow.folder / "silent").unlink()
     assert len(flow.live_jobs()) == 3
     again = flow.start("--rerun-incomplete")

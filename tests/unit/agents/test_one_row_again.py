@@ -80,7 +80,7 @@ def test_a_row_can_be_repeated(engine: ChatEngine, tmp_path: Path) -> None:
         (["--row", "2"], "--row 2: "),
         (["--row", "-1"], "expected a whole number from 0"),
         (["--row", "0", "--limit", "1"], "not allowed with argument"),
-        (["--repeat", "2"], "give --row N"),
+        (["--repeat", "2"], "add --row N"),
     ],
 )
 def test_a_row_that_is_not_there_is_a_usage_error(

@@ -458,7 +458,7 @@ def test_a_class_that_is_not_there_is_a_usage_error_with_a_guess(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "holds no rows"),
+        ("", "has no rows"),
         ('{"a": 1}\nnot json\n', "rows.jsonl, line 2: not JSON"),
         ("[1, 2]\n", "rows.jsonl, line 1: expected an object"),
         ("\udcff", "cannot read data"),

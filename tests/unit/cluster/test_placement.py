@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_named(text: str, nodes: int, gpus: int, words: str
     ("text", "gpus", "words"),
     [
         ("megatron:t16", 8, ["a tensor-parallel group of 16 over 2 nodes"]),
-        ("vllm:t16", 8, ["a replica of 16 GPUs over 2 nodes"]),
+        ("vllm:t16", 8, ["a replica of 16 GPUs spans 2 nodes"]),
         ("vllm:d1+fsdp:t4", 3, ["a tensor-parallel group of 4 over 2 nodes"]),
         ("megatron:d2t8", 8, []),
         ("megatron:t16", 0, []),

@@ -227,7 +227,7 @@ def test_status_survives_an_endpoint_that_leads_nowhere(
     body = {"base_url": url, "engine": engine}
     write_json(RunPaths(tmp_path).server("policy").endpoint, body)
     assert cli.main(["status", str(tmp_path)]) == 0
-    assert "is not well" in capsys.readouterr().out
+    assert "is not healthy" in capsys.readouterr().out
 
 
 def test_status_prints_no_escape_sequences(

@@ -17,9 +17,9 @@ from shakedown.consistency.logprobs import BadToken, BadTokens, read_logprobs
         (-math.inf, "infinite"),
         (-(10**400), "infinite"),
         (None, "missing"),
-        ("-1", "no number: '-1'"),
-        (True, "no number: True"),
-        ({"logprob": -1}, "no number: {'logprob': -1}"),
+        ("-1", "not a number: '-1'"),
+        (True, "not a number: True"),
+        ({"logprob": -1}, "not a number: {'logprob': -1}"),
     ],
 )
 def test_what_is_no_log_probability_is_refused_at_its_place(value: object, what: str) -> None:

@@ -40,8 +40,8 @@ def test_lines_after_the_limit_are_not_looked_at(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "holds no rows"),
-        ("\n\n", "holds no rows"),
+        ("", "has no rows"),
+        ("\n\n", "has no rows"),
         ('{"a": 1}\nnot json\n', r"rows\.jsonl, line 2: not JSON"),
         ("[1, 2]\n", r"rows\.jsonl, line 1: expected an object, got list"),
         ('{"a": ' + "[" * 100_000 + "\n", "line 1: not JSON: nested too deeply"),

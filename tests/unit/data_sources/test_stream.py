@@ -81,7 +81,7 @@ def test_sft_reads_conversations_without_an_answer_beside_rows_with_one(tmp_path
 def test_a_conversation_without_answer_and_assistant_is_refused(tmp_path: Path) -> None:
     source = _file(tmp_path, '{"messages": [{"role": "user", "content": "x"}]}')
 
-    with pytest.raises(UsageError, match="line 1: no `answer`, and no message of the assistant"):
+    with pytest.raises(UsageError, match="line 1: no `answer`, and no message from the assistant"):
         list(iter_conversations(source))
 
 
@@ -332,7 +332,7 @@ def test_a_position_of_one_window_goes_on_and_of_several_is_refused(tmp_path: Pa
     stream.seek({"seed": 0, "rows": 16_384, "epoch": 1, "window": 0, "index": 4})
 
     assert stream.take(1) == [str(epoch_order(22, seed=0, epoch=1)[4])]
-    with pytest.raises(UsageError, match="no position"):
+    with pytest.raises(UsageError, match="not a position"):
         stream.seek({"seed": 0, "rows": 8, "epoch": 1, "window": 0, "index": 4})
 
 

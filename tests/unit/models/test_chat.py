@@ -249,7 +249,7 @@ def test_what_the_template_leaves_out_is_refused_with_the_row(
 def test_arguments_that_the_template_quotes_once_more_are_refused(tokenizer: Tokenizer) -> None:
     made = tokenizer(TOOLS.replace("c.function.arguments", "c.function.arguments | tojson"))
 
-    with pytest.raises(UsageError, match="give that in place of JSON text"):
+    with pytest.raises(UsageError, match="give that instead of JSON text"):
         encode_row(made, _tool_row(), stops=_stop(made))
 
     row = encode_row(made, _tool_row({"city": "Rome"}), stops=_stop(made))

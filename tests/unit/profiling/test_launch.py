@@ -297,7 +297,7 @@ def test_what_a_killed_launcher_left_on_this_machine_is_brought_afterwards(
     finish_here(target)
 
     record = _record(target)
-    assert "killed before its files were brought" in before
+    assert "killed before its files were moved" in before
     assert str(scratch) in before
     assert record.ended
     assert (target / record.host / "late_3:5_1.nsys-rep").read_text(encoding="utf-8") == "whole"

@@ -69,7 +69,7 @@ def test_other_prompt_ids_in_the_server_stop_the_comparison_by_their_cause(
     verdict = read_verdict(out / "verdict.json")
     assert verdict.status == "FAIL"
     assert [f.check for f in verdict.findings] == ["prompt_ids"]  # no forest of other findings
-    assert verdict.summary.startswith("10 of 10 prompts are other token ids")
+    assert verdict.summary.startswith("10 of 10 prompts have different token ids")
     body = verdict.extra["prompt_ids"]
     assert (body["kind"], body["server_text"]) == told
     assert body["trainer_text"] == "<bos>00+01="
@@ -98,7 +98,9 @@ def test_other_weights_are_named_when_the_server_tells_its_folder(
     assert row.left is not None
     assert row.left < 1e-4  # with the server's weights both sides agree
     assert "largest factor: weights" in result.summary
-    assert make_verdict(result, Stopwatch()).next.startswith("give the reference the checkpoint")
+    assert make_verdict(result, Stopwatch()).next.startswith(
+        "give the reference the server's checkpoint"
+    )
 
 
 def test_a_stale_prefix_cache_fails_by_its_name(engine: Engine, model: Path) -> None:
