@@ -45,7 +45,7 @@ def test_an_account_that_the_user_lacks_is_refused_with_those_there_are(
 ) -> None:
     programs.answer("sacctmgr", "lab\nother\n")
 
-    with pytest.raises(ResourceError, match=r"slurm_account='moon,mars': .* there are: lab, other"):
+    with pytest.raises(ResourceError, match=r"slurm_account='moon,mars': .* valid: lab, other"):
         Accounts().chosen(["moon", "mars"])
 
 
