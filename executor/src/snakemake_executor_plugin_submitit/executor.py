@@ -37,7 +37,7 @@ from snakemake_executor_plugin_submitit.work import Prepared, prepare
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class StopSignals:
+class EndSignals:
     """A handler for signals that end this process: the first one becomes a KeyboardInterrupt.
 
     Ctrl-C cancels the jobs; SIGTERM (a rebooted login node) and SIGHUP (a closed terminal) leave
@@ -101,7 +101,7 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
                 " there, and nothing would wait for the jobs. Leave the option out."
             )
         self.settings: ExecutorSettings = self.workflow.executor_settings or ExecutorSettings()
-        self._stop = StopSignals()
+        self._stop = EndSignals()
         self._stop.listen()
         self._is_silent = False
         # By rule and wildcards. Snakemake's own last lines would hide them: they come after those.

@@ -12,9 +12,9 @@ from snakemake_executor_plugin_submitit.executor import same_command
 # Says what it hears, a line each; `quit` ends it.
 LISTENS = """
 import signal, sys
-from snakemake_executor_plugin_submitit.executor import StopSignals
+from snakemake_executor_plugin_submitit.executor import EndSignals
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-stop = StopSignals()
+stop = EndSignals()
 stop.listen()
 said = "up"
 while True:

@@ -36,7 +36,7 @@ class NodeLook:
 
 
 @dataclass(frozen=True)
-class NodeHistory:
+class NodeRecord:
     """A node over all runs. `last` is its newest judgement, `reasons` its failures, newest
     first."""
 
@@ -73,7 +73,7 @@ def remember(path: Path, looks: Iterable[NodeLook]) -> None:
             base.executemany("INSERT INTO looks VALUES (?, ?, ?, ?, ?)", rows)
 
 
-def records(path: Path) -> list[NodeHistory]:
+def records(path: Path) -> list[NodeRecord]:
     """Every node's record, most failures first; empty without a file.
 
     Raises:
@@ -87,7 +87,7 @@ def records(path: Path) -> list[NodeHistory]:
         for when, run, node, ok, reason in rows:
             by_node.setdefault(node, []).append(NodeLook(when, run, node, bool(ok), reason))
     found = [
-        NodeHistory(
+        NodeRecord(
             node,
             len(looks),
             sum(not look.ok for look in looks),

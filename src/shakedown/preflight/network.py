@@ -35,20 +35,20 @@ from shakedown.preflight.processors import devices, measure_device
 from shakedown.preflight.rounds import reach_targets
 from shakedown.slurm.hostlist import node_name
 
-Returned = TypeVar("Returned")
+CallResult = TypeVar("CallResult")
 
 _SAMPLE = 64 * 1024  # bytes each way; more than any packet, so that a wrong MTU shows
 _TRANSFER_SECONDS = 2.0
 _AT_ONCE = 32  # parallel connections of one member
 
 
-def within(seconds: float, function: Callable[[], Returned]) -> Returned:
+def within(seconds: float, function: Callable[[], CallResult]) -> CallResult:
     """Call `function` with a time limit; its result or exception is passed on.
 
     Raises:
         TimeoutError: it took longer; it keeps running in its thread.
     """
-    ended: list[Callable[[], Returned]] = []
+    ended: list[Callable[[], CallResult]] = []
 
     def run() -> None:
         try:

@@ -32,7 +32,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Figure:
+class ChartDrawing:
     """One figure: a title, dots or bars, and the labels of its axes."""
 
     title: str
@@ -44,12 +44,12 @@ class Figure:
     diagonal: bool = False
 
 
-def drawings(aligned: Aligned, *, seed: int = 0) -> list[Figure]:
+def drawings(aligned: Aligned, *, seed: int = 0) -> list[ChartDrawing]:
     """Scatter plot of probabilities, histogram of differences, mean difference by position."""
     return [_scatter(aligned, seed), _histogram(aligned), _positions(aligned)]
 
 
-def _scatter(aligned: Aligned, seed: int) -> Figure:
+def _scatter(aligned: Aligned, seed: int) -> ChartDrawing:
     index = np.arange(len(aligned.t))
     if len(index) > _POINTS:
         # The worst tokens are always drawn, the others by chance.
@@ -59,7 +59,7 @@ def _scatter(aligned: Aligned, seed: int) -> Figure:
     p, q = np.exp(aligned.t[index]), np.exp(aligned.g[index])
     dots = [(_x(float(a)), _y(float(b))) for a, b in zip(p, q, strict=True)]
     marks = [0.0, 0.5, 1.0]
-    return Figure(
+    return ChartDrawing(
         "Probability of each token: engine over reference",
         "reference",
         [Mark(_x(value), f"{value:g}") for value in marks],
@@ -70,8 +70,8 @@ def _scatter(aligned: Aligned, seed: int) -> Figure:
     )
 
 
-def _histogram(aligned: Aligned, bins: int = 31) -> Figure:  # odd, so that one bar is centred on 0
-    """The histogram, with logarithmic counts so that single outlying tokens are visible."""
+def _histogram(aligned: Aligned, bins: int = 31) -> ChartDrawing:
+    """The histogram: log counts show single outliers; odd `bins` centre one bar on 0."""
     reach = max(float(np.abs(aligned.r).max()), 1e-9)
     counts, edges = np.histogram(aligned.r, bins=bins, range=(-reach, reach))
     top = np.log10(counts.max() + 1)
@@ -83,10 +83,10 @@ def _histogram(aligned: Aligned, bins: int = 31) -> Figure:  # odd, so that one 
     marks = [Mark(_x(place), f"{(2 * place - 1) * reach:.2g}") for place in (0.0, 0.5, 1.0)]
     decades = [10**power for power in range(int(top) + 1)]
     labels = [Mark(_y(float(np.log10(count + 1) / top)), str(count)) for count in decades]
-    return Figure("Tokens by t - g (log scale)", "nats", marks, labels, [], bars)
+    return ChartDrawing("Tokens by t - g (log scale)", "nats", marks, labels, [], bars)
 
 
-def _positions(aligned: Aligned, bins: int = 32) -> Figure:
+def _positions(aligned: Aligned, bins: int = 32) -> ChartDrawing:
     """The mean difference by position: growth along the completion points at the decode path, not
     at the weights."""
     last = int(aligned.position.max())
@@ -103,7 +103,7 @@ def _positions(aligned: Aligned, bins: int = 32) -> Figure:
         )
         for number, mean in enumerate(means)
     ]
-    return Figure(
+    return ChartDrawing(
         "Mean |t - g| by position in the completion",
         "position",
         [Mark(_x(0.0), "0"), Mark(_x(1.0), str(last))],

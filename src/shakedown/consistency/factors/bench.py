@@ -24,7 +24,7 @@ _TOKENS, _SAMPLES = 4096, 64  # limits for scoring again, prompts included
 _WORST = 4  # this many samples with the largest differences are included
 _TEMPERATURES = (0.0, 1.0)  # temperatures at which a sampled token's log-probability is the raw one
 
-Measured = TypeVar("Measured")
+BenchResult = TypeVar("BenchResult")
 
 
 class NotMeasuredError(CannotJudgeError):
@@ -133,7 +133,7 @@ class Bench:
         if any(item.images for item in self.items):
             raise NotMeasuredError(f"rows with images: {why}")
 
-    def ask(self, work: Callable[[Client], Awaitable[Measured]]) -> Measured:
+    def ask(self, work: Callable[[Client], Awaitable[BenchResult]]) -> BenchResult:
         """Run some requests against the engine.
 
         Raises:
@@ -141,7 +141,7 @@ class Bench:
         """
         return asyncio.run(self._asked(work))
 
-    async def _asked(self, work: Callable[[Client], Awaitable[Measured]]) -> Measured:
+    async def _asked(self, work: Callable[[Client], Awaitable[BenchResult]]) -> BenchResult:
         plan = self.plan
         engine, model = await find_engine(plan.url, model=plan.model, api_key=plan.api_key)
         client = make_client(
