@@ -65,9 +65,14 @@ def test_without_gpus_trainers_go_over_all_nodes_and_inference_on_the_first() ->
     [
         ("fsdp:d24", 2, 8, "fsdp:d24 needs 24 GPUs, the cluster has 2 x 8"),
         ("vllm:d8+fsdp:d16", 2, 8, "needs 24 GPUs, the cluster has 2 x 8"),
-        ("vllm:d4+fsdp:d12", 2, 8, "fsdp:d12 needs 12 GPUs in equal parts, free are 4, 8"),
+        (
+            "vllm:d4+fsdp:d12",
+            2,
+            8,
+            "d12 needs 12 GPUs in equal parts, but the node(s) have 4, 8 free",
+        ),
         ("vllm:d2t5", 1, 12, None),
-        ("vllm:d3t5", 2, 8, "vllm:d3t5 needs replicas of 5 GPUs, free are 3, 3"),
+        ("vllm:d3t5", 2, 8, "vllm:d3t5 needs replicas of 5 GPUs, but the node(s) have 3, 3 free"),
         ("vllm:t12", 2, 8, "a replica is t*p = 12 GPUs: more than the 8 of a node"),
         ("vllm:d1+sglang:t8p2", 3, 8, None),
         ("vllm:d1+sglang:t8p2", 2, 9, "a replica is t*p = 16 GPUs: more than the 9"),
