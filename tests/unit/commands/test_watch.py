@@ -39,7 +39,7 @@ step() if sys.argv[1] == "steps" else waits_for_the_others()
         ([], "--job or --match"),
         (["--job", "1", "--match", "x"], "--job or --match"),
         (["--job", "1;2"], "expected a Slurm job id"),
-        (["--job", "1", "--hosts", "n1"], "--hosts requires --match"),
+        (["--job", "1", "--hosts", "n1"], "--hosts goes with --match"),
         (["--match", "("], "no regular expression"),
         (["--match", "x", "--then", "scancel"], "needs a job"),
         (["--match", "x", "--hosts", "-x"], "--hosts"),
