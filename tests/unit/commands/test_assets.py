@@ -148,7 +148,7 @@ def test_a_folder_that_is_no_model_is_refused(
 
     assert _run(tmp_path, model__source=str(tmp_path / "empty")) == 2
 
-    assert "no config.json" in capsys.readouterr().err
+    assert "config.json is missing" in capsys.readouterr().err
 
 
 def test_an_output_folder_that_cannot_be_written_blocks(

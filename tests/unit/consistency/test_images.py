@@ -74,18 +74,18 @@ def test_an_image_is_the_same_whatever_its_form(form: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("image", "said"),
     [
-        (uri(png()[:50]), "cannot be read"),
-        (uri(bomb()), "cannot be read"),
+        (uri(png()[:50]), "unreadable image"),
+        (uri(bomb()), "unreadable image"),
         (uri(png(), "text/html"), "is not a base64 image"),
         ("data:image/png;base64,???", "not base64"),
-        (uri(b"<svg/>"), "cannot be read"),
+        (uri(b"<svg/>"), "unreadable image"),
         ("http://127.0.0.1/a.png", "not fetched"),
         ("../out.png", "outside"),
         ("/etc/passwd", "outside"),
         ("link.png", "outside"),
         ("pipe", "not a regular file"),
         ("none.png", "cannot read"),
-        (7, "no image"),
+        (7, "an image is missing"),
     ],
 )
 def test_an_image_that_cannot_be_used_is_refused(image: Any, said: str, tmp_path: Path) -> None:
