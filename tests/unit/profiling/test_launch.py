@@ -341,7 +341,7 @@ def test_a_report_that_would_fill_the_file_system_stays_on_the_node(
 
     finish(left, target)
 
-    assert "no room: 4.9 KiB" in _said(left, target)
+    assert "not enough space: 4.9 KiB" in _said(left, target)
 
 
 def test_a_disk_that_fills_while_a_report_is_copied_leaves_nothing_half_written(
