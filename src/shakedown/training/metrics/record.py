@@ -13,7 +13,7 @@ from shakedown.core.files import write_text
 from shakedown.core.folders import storage_errors
 from shakedown.core.private import open_own
 from shakedown.core.provenance import Made, told
-from shakedown.core.rows import JsonLines, Row, by_step, step_rows
+from shakedown.core.rows import JsonLines, JsonRow, by_step, step_rows
 from shakedown.training.checkpoint.fingerprint import changes, known
 from shakedown.training.metrics.sinks import Sink, open_sink
 from shakedown.training.metrics.table import ProgressTable
@@ -61,7 +61,7 @@ class MetricsLog:
             with os.fdopen(handle, "a", encoding="utf-8") as out:
                 out.write(line)
 
-    def _read(self, lines: JsonLines) -> list[Row]:
+    def _read(self, lines: JsonLines) -> list[JsonRow]:
         if not self._path.exists():
             return []
         with storage_errors("read", self._path):
