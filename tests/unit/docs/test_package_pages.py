@@ -56,6 +56,16 @@ def test_each_path_and_each_name_exists(page: Path) -> None:
     assert not unknown
 
 
+def test_the_architecture_names_only_modules_that_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:\w+/)+\w+\.py)`", text))
+    modules = [f"/{path.relative_to(ROOT).as_posix()}" for path in ROOT.glob("src/**/*.py")]
+    modules += [f"/{path.relative_to(ROOT).as_posix()}" for path in ROOT.glob("tests/**/*.py")]
+
+    assert len(named) > 30
+    assert not [name for name in named if not any(m.endswith(f"/{name}") for m in modules)]
+
+
 def test_there_is_a_page_and_each_is_short() -> None:
     assert PACKAGE / "training" / "README.md" in PAGES
     assert all(len(page.read_text(encoding="utf-8").splitlines()) < 120 for page in PAGES)
