@@ -5,6 +5,7 @@ import signal
 import subprocess
 from typing import Any
 
+import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
@@ -17,6 +18,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # Several streams of tests share the cores: torch's threads that wait for each other in a loop take
 # most of the time then. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Tests assert behaviour, never times: a busy machine makes no example fail.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 # Folders whose tests run one after the other on one worker, the longest first: what starts last
 # ends last. Everywhere else a file is a group, so that its module's fixtures are made once.
