@@ -110,7 +110,7 @@ def test_a_name_that_is_loopback_on_its_own_node_is_refused_with_what_to_do(
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     named(monkeypatch, *addresses)
 
-    with pytest.raises(LaunchError, match=r"^n1 is 127\.0\.1\.1.* on n1 itself") as raised:
+    with pytest.raises(LaunchError, match=r"^n1 resolves to 127\.0\.1\.1.* on n1 itself") as raised:
         open_store("n1", free_port(), rank=0, size=1, timeout=SHORT)
 
     assert "GLOO_SOCKET_IFNAME" in raised.value.hint

@@ -110,7 +110,7 @@ def test_nodes_of_a_job_that_runs_are_checked_from_outside(
         first, second = expand_nodelist(state().partition("|")[2])
         other = preflight("--nodes", f"{first},elsewhere")
         assert other.returncode == 2
-        assert "elsewhere is not of this allocation" in other.stderr
+        assert "elsewhere is not in this allocation" in other.stderr
         checked = preflight("--nodes", second, "--fake-fault", f"low_shm:{second}")
         assert checked.returncode == 1, checked.stderr
         assert (tmp_path / "bad_nodes.txt").read_text() == f"{second}\n"

@@ -214,7 +214,7 @@ def test_batches_that_wait_are_kept_with_the_place_after_them(checkpoint: Path) 
         ("stale", [5], PromptCursor(7, (5,)), "2 versions old"),
         ("from the future", [], PromptCursor(5), "-3 versions old"),
         ("place is text", [], PromptCursor(8), "is not JSON"),
-        ("place is no place", [], PromptCursor(8), "is no place in the prompts"),
+        ("place is no place", [], PromptCursor(8), "is not a valid place in the prompts"),
         ("nothing", [], PromptCursor(8), "has no rollouts"),
     ],
 )

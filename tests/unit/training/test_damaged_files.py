@@ -88,7 +88,7 @@ def test_a_place_beyond_any_data_set_is_not_gone_on_from(tmp_path: Path) -> None
     kept = find_queue(tmp_path, 2, batch_size=4, async_level=1)
 
     assert kept.cursor.next == 8
-    assert "is no place in the prompts" in kept.messages[0]
+    assert "is not a valid place in the prompts" in kept.messages[0]
 
 
 def checkpoint(root: Path, step: int, **change: Any) -> Path:

@@ -74,7 +74,7 @@ def test_a_server_that_dies_leaves_what_was_done_and_the_same_command_goes_on(
     verdict = read_verdict(out / "verdict.json")
     assert verdict.status == "UNKNOWN"
     assert "3 of 10 samples are done and 10 sampled" in verdict.summary
-    again = verdict.next.partition("go on: ")[2]
+    again = verdict.next.partition("continue: ")[2]
     assert not (out / "tokens.parquet").exists()
 
     engine.plant, engine.seen = set(), 0
