@@ -11,6 +11,7 @@ from shakedown.diagnosis.records import (
     Frame,
     GpuUse,
     JobExit,
+    LogDigest,
     LogEnd,
     LogEvent,
     NodeState,
@@ -105,6 +106,7 @@ class Facts:
     unplaced: list[Stack] = field(default_factory=list)
     processes: list[ProcessState] = field(default_factory=list)  # of no known rank
     step_lengths: list[StepLength] = field(default_factory=list)
+    digests: list[LogDigest] = field(default_factory=list)
     ends: list[LogEnd] = field(default_factory=list)  # of logs that are no rank's or role's
     conflicts: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # what belongs to an older run

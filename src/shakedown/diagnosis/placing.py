@@ -22,6 +22,7 @@ from shakedown.diagnosis.records import (
     GpuUse,
     Identity,
     JobExit,
+    LogDigest,
     LogEnd,
     LogEvent,
     NodeState,
@@ -61,6 +62,8 @@ def build_facts(records: Sequence[Record]) -> Facts:
             facts.outcome = record
         elif isinstance(record, NodeState):
             facts.nodes.append(record)
+        elif isinstance(record, LogDigest):
+            facts.digests.append(record)
         elif isinstance(record, StepLength):
             facts.step_lengths.append(record)
         elif isinstance(record, BeatRecord):
@@ -119,12 +122,17 @@ def _place(facts: Facts, record: Any, owners: Owners, loose: list[Stack]) -> Non
         _component(facts, who)  # its children name it by the inner id
         who = replace(who, pid=outer)
         record = replace(record, who=replace(record.who, pid=outer))
-    if who.rank is not None or who.role not in ("", TRAINER):
+    if _is_placed(who):
         _shelve(facts, who, record)
     elif isinstance(record, Stack):
         loose.append(record)
     elif isinstance(record, LogEvent | LogEnd):
         _keep(facts, record)
+
+
+def _is_placed(who: Identity) -> bool:
+    """Whether it names a component: of trainers the rank, too."""
+    return who.rank is not None or who.role not in ("", TRAINER)
 
 
 def _who_of(event: LogEvent, owners: Owners, gpus: Mapping[tuple[str, str], Identity]) -> Identity:
@@ -263,8 +271,10 @@ def _place_states(facts: Facts, records: Iterable[Record]) -> None:
     """States of processes whose rank nothing but their stacks tells, and one that was not read."""
     owner = {(c.host, pid): c for c in facts.ranks.values() for pid in c.pids}
     for record in records:
-        if isinstance(record, ProcessState) and record.who.rank is None and not record.who.role:
-            component = owner.get((record.who.host, record.who.pid or -1))
+        who = record.who if isinstance(record, ProcessState) else None
+        if isinstance(record, ProcessState) and who and not _is_placed(who):
+            pid = who.pid or -1
+            component = owner.get((who.host, pid)) or owner.get(("", pid))
             if component is None:
                 facts.processes.append(record)
             elif record not in component.states:

@@ -242,6 +242,43 @@ class LogEnd:
         return self.place.path == place.path and len(self.steps) > 2 and self.steps[0] > place.line
 
 
+class NotableLine(NamedTuple):
+    """A line that stands out by its words, with those that differ from it in numbers alone.
+
+    `writers`: who wrote them, for people; `weight`: 1 (mild) to 5 (an exception); `last`: the
+    number of the newest of `count` lines.
+    """
+
+    writers: tuple[str, ...]
+    text: str
+    place: SourceRef
+    weight: int
+    count: int = 1
+    at: float | None = None
+    last: int = 0
+
+
+class WriterEnd(NamedTuple):
+    """The last line of one writer of a log. `step`: it reports a training step."""
+
+    writer: str
+    who: Identity
+    text: str
+    place: SourceRef
+    at: float | None = None
+    step: bool = False
+
+
+@dataclass(frozen=True)
+class LogDigest:
+    """A log as a reader without any rule sees it, see read/notable.py."""
+
+    who: Identity
+    place: SourceRef
+    notable: Sequence[NotableLine] = ()
+    ends: Sequence[WriterEnd] = ()
+
+
 @dataclass(frozen=True)
 class BeatRecord:
     """A heartbeat as found in a file.
@@ -346,6 +383,7 @@ Record = (
     | FlightRecord
     | LogEvent
     | LogEnd
+    | LogDigest
     | BeatRecord
     | StepLength
     | GpuUse

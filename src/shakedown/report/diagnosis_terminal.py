@@ -7,6 +7,7 @@ from typing import Any
 from shakedown.core.ranges import ranges
 from shakedown.core.verdict import Verdict
 from shakedown.diagnosis.records import clean
+from shakedown.diagnosis.summary import shown
 from shakedown.report import stack_tree
 from shakedown.report.diagnosis_view import View
 
@@ -46,8 +47,10 @@ def render(
     diagnosis = view.diagnosis
     pattern = f", pattern {diagnosis['pattern']}" if diagnosis["pattern"] else ""
     cause = f"{diagnosis['state']}: {diagnosis['cause']}{pattern}"
-    lines.append(clean(f"  {cause}, confidence {diagnosis['confidence']:.2f}"))
+    sure = "" if diagnosis["cause"] == "unknown" else f", confidence {diagnosis['confidence']:.2f}"
+    lines.append(clean(f"  {cause}{sure}"))
     limit = FULL_WIDTH if full else width
+    lines += _summary(view, limit, full=full, colour=colour)
     sections = {title: [_fit(row, limit) for row in rows] for title, rows in _sections(view)}
     shares = _shares({t: len(r) for t, r in sections.items()}, MAX_LINES - len(lines) - 1)
     left_out = []
@@ -60,6 +63,18 @@ def render(
     more = f"; --full: {', '.join(left_out)}" if left_out else ""
     lines.append(clean(_tail(view) + more, limit))
     return "\n".join(lines)
+
+
+def _summary(view: View, limit: int, *, full: bool, colour: bool) -> Iterator[str]:
+    """What was seen, before anything that follows from it."""
+    sections = view.summary
+    if not any(sections.values()):
+        return
+    yield _paint("seen", _BOLD, colour)
+    counts = {t: len(rows) for t, rows in sections.items()} if full else shown(sections)
+    for title, rows in sections.items():
+        for row in rows[: counts[title]]:
+            yield _fit(f"  {row['text']}", limit)
 
 
 def _fit(row: str, limit: int) -> str:

@@ -64,6 +64,12 @@ class View:
         return cut(self.verdict.summary)
 
     @property
+    def summary(self) -> Mapping[str, Sequence[Mapping[str, str]]]:
+        """What was seen, by section; empty in a verdict of an earlier release."""
+        found: Mapping[str, Sequence[Mapping[str, str]]] = self.diagnosis.get("summary", {})
+        return found
+
+    @property
     def calm(self) -> bool:
         """Whether nothing is wrong, so that absent inputs are not missing."""
         return "healthy" in (self.diagnosis["state"], self.diagnosis["cause"])

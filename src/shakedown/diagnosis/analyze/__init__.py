@@ -31,6 +31,7 @@ from shakedown.diagnosis.analyze.model import Diagnosis, Hypothesis, name_ranks
 from shakedown.diagnosis.analyze.raised import OWN, is_full
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import Facts
+from shakedown.diagnosis.summary import headline, summarise
 
 __all__ = ["QUESTIONS", "Diagnosis", "Hypothesis", "Rule", "analyze", "name_ranks"]
 
@@ -145,6 +146,9 @@ def analyze(facts: Facts) -> Diagnosis:
     rules = [rule for rules in QUESTIONS.values() for rule in rules]
     spoken = [(rule, h) for rule in rules if (h := rule.match(situation)) is not None]
     rule, chosen = spoken[0] if spoken else (Rule(one_place.unknown), one_place.unknown(situation))
+    summary = summarise(situation)
+    if not spoken:
+        chosen = replace(chosen, sentence=headline(summary, chosen.sentence))
     waits = [*chosen.waits, situation.graph]
     if rule.of_a_moment:
         chosen = _unless_open(liveness.tempered(situation, chosen))
@@ -163,6 +167,7 @@ def analyze(facts: Facts) -> Diagnosis:
         conflicts=conflicts,
         notes=_notes(facts),
         candidates=_candidates([h for _, h in spoken]),
+        summary=summary.to_json(),
     )
 
 

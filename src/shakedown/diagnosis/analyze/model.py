@@ -1,6 +1,6 @@
 """What the rules produce: hypotheses, and the diagnosis chosen from them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -98,6 +98,7 @@ class Diagnosis:
     conflicts: Sequence[str] = ()
     notes: Sequence[str] = field(default_factory=tuple)
     candidates: Sequence[Hypothesis] = ()
+    summary: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The `diagnosis` key of diagnosis.json."""
@@ -137,6 +138,7 @@ class Diagnosis:
                 }
                 for row in self.candidates
             ],
+            "summary": dict(self.summary),
         }
 
 

@@ -37,7 +37,12 @@ _VICTIM = re.compile(
 
 def is_victims(event: LogEvent) -> bool:
     """Whether the error only says that another rank went first."""
-    return _VICTIM.search(event.text) is not None
+    return is_victims_text(event.text)
+
+
+def is_victims_text(text: str) -> bool:
+    """The same of a line that is no event."""
+    return _VICTIM.search(text) is not None
 
 
 _VAGUE = re.compile(r"^(?:builtins\.)?(?:RuntimeError|Exception)\b")

@@ -11,6 +11,7 @@ from shakedown.diagnosis.read.cut_off import cut_tracebacks
 from shakedown.diagnosis.read.line_owners import IN_LINE, starts_several, strip
 from shakedown.diagnosis.read.local_ranks import LOCAL
 from shakedown.diagnosis.read.log_lines import PATTERNS, Row, groups_of
+from shakedown.diagnosis.read.notable import digest
 from shakedown.diagnosis.read.placements import ENGINE, node_of
 from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.read.step_times import step_lengths, step_lines
@@ -56,6 +57,9 @@ def parse(source: EvidenceFile) -> list[Record]:
     found: list[Record] = [*timed(source.lines, rows_cut), *timed(source.lines, events)]
     if found or _LOG_NAME.search(source.name.lower()):
         found += [_end(source, named, kernel=node is not None), *step_lengths(source)]
+    seen = digest(source, named)
+    if seen is not None and (found or seen.notable):
+        found.append(seen)
     return found
 
 
