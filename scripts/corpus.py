@@ -3,12 +3,14 @@
     python scripts/corpus.py [FOLDER...] [--split NAME] [--wrong] [--json FILE]
 
 A case is a folder with `input/` and `truth.json`, which was written before the case was first
-diagnosed: acceptable states and causes, whom the files alone convict, and who may be named beside.
+diagnosed: acceptable states and causes, whom the files alone convict, who may be named beside, and
+the decisive fact, a pattern that a reader of the first screen has to find there (`decisive`).
 A `.tar.gz` below a folder holds cases too, or is a recorded run of the scoreboard. Without a folder
 all of tests/data/corpus and tests/data/scoreboard are judged. Exit 1 where an innocent was named.
 """
 
 import argparse
+import re
 import sys
 import tarfile
 import tempfile
@@ -32,16 +34,21 @@ from shakedown.diagnosis.diagnose import (
     newest_attempt,
     outcome_of,
 )
+from shakedown.report.diagnosis_terminal import render
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
 FOLDERS = [DATA / "corpus", DATA / "scoreboard"]
 KINDS = ("ranks", "nodes", "roles")
+FIRST_SCREEN = 14  # lines of a terminal, below the command
 BINS = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 @dataclass(frozen=True)
 class Score:
-    """What one diagnosis got right. `answer` is `right`, `unknown` or `wrong`."""
+    """What one diagnosis got right. `answer` is `right`, `unknown` or `wrong`.
+
+    `shown`: the decisive fact stands on the first screen; None where the truth has none.
+    """
 
     case: str
     group: str
@@ -51,6 +58,12 @@ class Score:
     innocents: tuple[str, ...]
     confidence: float
     said: str
+    shown: bool | None = None
+
+    @property
+    def silent(self) -> bool:
+        """No cause is named, and what decides is not on the first screen either."""
+        return self.answer == "unknown" and not self.shown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if arguments.wrong:
         for score in scores:
-            if score.answer == "wrong" or not score.exact or score.innocents:
+            if score.answer == "wrong" or not score.exact or score.innocents or score.silent:
                 print(f"{score.case}: {score.answer}: {score.said}")
     print(table(scores))
     print(reliability(scores))
@@ -147,8 +160,16 @@ def judge(case: Path, truth: dict[str, Any]) -> Score:
     told = f"{said['state']} {said['cause']} {said['confidence']}: {summary[:300]}"
     return Score(
         case.name, group, answer, cause, not innocents and not missed, innocents,
-        said["confidence"], told,
+        said["confidence"], told, _shown(verdict, truth),
     )  # fmt: skip
+
+
+def _shown(verdict: Verdict | None, truth: dict[str, Any]) -> bool | None:
+    """Whether the decisive fact stands in the first lines that a terminal shows."""
+    if "decisive" not in truth:
+        return None
+    lines = render(verdict).splitlines()[:FIRST_SCREEN] if verdict is not None else []
+    return re.search(truth["decisive"], "\n".join(lines), re.I) is not None
 
 
 def _diagnosed(case: Path) -> Verdict:
@@ -177,7 +198,10 @@ def table(scores: Sequence[Score]) -> str:
     groups: dict[str, list[Score]] = defaultdict(list)
     for score in scores:
         groups[score.group].append(score)
-    head = ("class", "cases", "right", "unknown", "wrong", "cause", "exact", "innocents")
+    head = (
+        "class", "cases", "right", "unknown", "wrong", "cause", "exact", "innocents", "of", "shown",
+        "silent",
+    )  # fmt: skip
     rows = [(name, *_counts(rows)) for name, rows in sorted(groups.items())]
     return _aligned([head, *rows, ("all", *_counts(scores))])
 
@@ -188,6 +212,9 @@ def _counts(scores: Sequence[Score]) -> tuple[int, ...]:
         len(scores), *map(answers.count, ("right", "unknown", "wrong")),
         sum(score.cause for score in scores), sum(score.exact for score in scores),
         sum(bool(score.innocents) for score in scores),
+        sum(score.shown is not None for score in scores),
+        sum(bool(score.shown) for score in scores),
+        sum(score.silent for score in scores if score.shown is not None),
     )  # fmt: skip
 
 

@@ -242,7 +242,8 @@ class LogEnd:
         return self.place.path == place.path and len(self.steps) > 2 and self.steps[0] > place.line
 
 
-class NotableLine(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class NotableLine:
     """A line that stands out by its words, with those that differ from it in numbers alone.
 
     `writers`: who wrote them, for people; `weight`: 1 (mild) to 5 (an exception); `last`: the
