@@ -5,7 +5,7 @@ It comes first on the terminal and the page, whatever the rules say, and fits tw
 
 import re
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,15 @@ from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import TRAINER, ComponentFacts, Facts
 from shakedown.diagnosis.groups import GroupFacts
 from shakedown.diagnosis.read.clock import since
-from shakedown.diagnosis.records import Frame, LogEvent, NotableLine, Stack, WriterEnd, clean
+from shakedown.diagnosis.records import (
+    Frame,
+    LogDigest,
+    LogEvent,
+    NotableLine,
+    Stack,
+    WriterEnd,
+    clean,
+)
 
 MAX_LINES = 12
 MAX_ROWS = 64  # of a section, in diagnosis.json
@@ -64,9 +72,8 @@ class Summary:
 
 def summarise(s: Situation) -> Summary:
     """All sections; at least one has a row wherever anything readable was given."""
-    ended = list(_ended(s))
     return Summary(
-        ended=ended,
+        ended=list(_ended(s)),
         groups=list(_groups(s.facts)),
         stacks=list(_stacks(s.facts)),
         moved=list(_moved(s)),
@@ -382,18 +389,22 @@ def _times(component: ComponentFacts) -> int:
     return max(beats, stacks, len({row.sample for row in component.states}))
 
 
-def _logs(facts: Facts, told: Container[str]) -> Iterator[Seen]:
-    """Where each writer's output ends, who fell silent first at the top; not what was told."""
-    ends = [(digest.who.rank, end) for digest in facts.digests for end in digest.ends]
+def _logs(facts: Facts) -> Iterator[Seen]:
+    """Where each writer's output ends, who fell silent first at the top."""
+    ends = [(d.who.rank, end) for d in facts.digests for end in d.ends if not _is_told(d, end)]
     latest = max((end.at for _, end in ends if end.at is not None), default=None)
     groups: dict[str, list[tuple[str, WriterEnd]]] = defaultdict(list)
     for rank, end in ends:
-        if str(end.place) in told:
-            continue
         who = end.writer or (f"rank {rank}" if rank is not None else end.place.path)
         groups[shape_of(end.text)[:120]].append((who, end))
     rows = [_log_row(found, latest) for found in groups.values()]
     yield from sorted(rows, key=lambda row: -row.weight)
+
+
+def _is_told(digest: LogDigest, end: WriterEnd) -> bool:
+    """Whether the last line is one that stands out anyway."""
+    shape = shape_of(end.text)[:60]
+    return any(shape_of(row.text)[:60] == shape for row in digest.notable)
 
 
 def _log_row(found: Sequence[tuple[str, WriterEnd]], latest: float | None) -> Seen:

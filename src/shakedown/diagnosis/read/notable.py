@@ -93,10 +93,11 @@ _LOGGER = re.compile(
 # `[E421 01:04:30.128 ProcessGroupNCCL.cpp:616] [PG ID 0 PG GUID 0(default_pg) Rank 2] `, glog's and
 # torch's; `E0131 10:00:00.123456 41 file.cc:12] `
 _GLOG = re.compile(
-    r"^\[?(?:rank\d+: ?)?[IWEF]\d{3,4} [\d:.]{8,18} (?:\d+ )?[\w./-]{1,80}:\d{1,6}\] ?"
+    r"^\[?(?:rank\d+: ?)?[IWEF](?:\d{3,4} [\d:.]{8,18})? (?:\d+ )?[\w./-]{1,80}:\d{1,6}\] ?"
     r"(?:\[(?:PG [^\]]{1,120} )?Rank \d{1,6}\] {1,2})?"
 )
 _STAMPED = re.compile(r"^\[?\d{4}-\d\d-\d\d[ T][\d:.,]{8,15}[\]:]? ?")
+_NAMED = re.compile(r"^[\w.]{1,80}:? ?(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)(?:\b:? - |: )")
 _CLOCK = re.compile(r"\b(\d\d:\d\d:\d\d)\b")
 _LEVELS = {"WARNING": 2, "WARN": 2, "ERROR": 3, "CRITICAL": 4, "FATAL": 4}
 _SAYS_RANK = re.compile(r"\brank ?[=:] ?(\d{1,6})\b", re.I)
@@ -235,7 +236,7 @@ def writer_of(raw: str, line: str, who: Identity, named: Identity) -> str:
 def message_of(line: str) -> str:
     """The line without what a logger writes before it; of its time the hour of day stays."""
     rest = line.strip()
-    for prefix in (_NCCL, _GLOG, _STAMPED, _LOGGER):
+    for prefix in (_NCCL, _GLOG, _STAMPED, _LOGGER, _NAMED):
         rest = prefix.sub("", rest, count=1)
     clock = _CLOCK.search(line[: len(line) - len(rest)])
     return f"{clock[1]} {rest}" if clock and rest else rest or line.strip()
