@@ -77,7 +77,7 @@ def summarise(s: Situation) -> Summary:
         groups=list(_groups(s.facts)),
         stacks=list(_stacks(s.facts)),
         moved=list(_moved(s)),
-        logs=list(_logs(s.facts, {row.source for row in ended})),
+        logs=list(_logs(s.facts)),
     )
 
 
