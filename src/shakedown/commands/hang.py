@@ -46,6 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "shakedown hang analyze logs/ dumps/ --json diagnosis.json --html diagnosis.html",
         )
     )
+    _brief_arguments(
+        actions.add(
+            "brief",
+            _brief,
+            "Print what dumps and logs show as short Markdown, to paste into an issue or a chat.",
+            "shakedown hang brief evidence/",
+        )
+    )
     _collect_arguments(
         actions.add(
             "collect",
@@ -74,16 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _analyze_arguments(parser: argparse.ArgumentParser) -> None:
+def _brief_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "paths", nargs="+", type=Path, metavar="PATH", help="files and folders to read, recursively"
     )
-    parser.add_argument(
-        "--json", type=place, metavar="FILE", help="write diagnosis.json to FILE ('-' prints it)"
-    )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the HTML page to FILE")
-    parser.add_argument("--strict", action="store_true", help="exit 1 if the job is merely slow")
-    parser.add_argument("--full", action="store_true", help="print everything instead of 25 lines")
     parser.add_argument(
         "--budget",
         type=whole(1, 1000),
@@ -91,6 +93,16 @@ def _analyze_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="allow N times the usual 2 GiB of input, 60 s of CPU time and 900 MB of memory",
     )
+
+
+def _analyze_arguments(parser: argparse.ArgumentParser) -> None:
+    _brief_arguments(parser)
+    parser.add_argument(
+        "--json", type=place, metavar="FILE", help="write diagnosis.json to FILE ('-' prints it)"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the HTML page to FILE")
+    parser.add_argument("--strict", action="store_true", help="exit 1 if the job is merely slow")
+    parser.add_argument("--full", action="store_true", help="print everything instead of 25 lines")
 
 
 def _collect_arguments(parser: argparse.ArgumentParser) -> None:
@@ -141,16 +153,28 @@ def _diagnose_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _analyze(args: argparse.Namespace) -> int:
+def _analyzed(args: argparse.Namespace) -> "Verdict":
     from shakedown.core.isolated import run_isolated
     from shakedown.diagnosis.diagnose import diagnose_paths
     from shakedown.diagnosis.read.budget import limits
 
-    verdict = run_isolated(
+    return run_isolated(
         partial(diagnose_paths, args.paths, args.budget),
         limits(args.budget),
         hint=f"give fewer inputs at a time, or --budget {2 * args.budget}",
     )
+
+
+def _brief(args: argparse.Namespace) -> int:
+    from shakedown.report.diagnosis_terminal import brief
+
+    verdict = _analyzed(args)
+    _write(brief(verdict), sys.stdout)
+    return int(verdict.exit_code())
+
+
+def _analyze(args: argparse.Namespace) -> int:
+    verdict = _analyzed(args)
     if args.html is not None:
         from shakedown.report.diagnosis_page import write_page
 
@@ -197,9 +221,12 @@ def _print(verdict: "Verdict", stream: TextIO, *, full: bool) -> None:
     # codes.
     colour = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     width = shutil.get_terminal_size((WIDTH, 40)).columns
-    text = render(verdict, width, full=full, colour=colour)
+    _write(render(verdict, width, full=full, colour=colour), stream)
+
+
+def _write(text: str, stream: TextIO) -> None:
+    """Text that lets no control characters of inputs through, in the stream's own encoding."""
     encoding = stream.encoding or "utf-8"  # characters that the terminal's encoding lacks become ?
-    # `render` lets only its own colours through.
     shown = text.encode(encoding, "replace").decode(encoding)
     print(shown, file=unguarded(stream), flush=True)
 

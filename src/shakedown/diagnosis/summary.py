@@ -30,6 +30,13 @@ from shakedown.diagnosis.records import (
 MAX_LINES = 12
 MAX_ROWS = 64  # of a section, in diagnosis.json
 _LONGEST = 300  # characters of a quote
+SECTIONS = {
+    "ended": "errors and ends",
+    "stacks": "where processes stand",
+    "groups": "process groups",
+    "moved": "between two looks",
+    "logs": "last lines of logs",
+}
 # How many lines of the twelve a section has at least, where it has so many rows.
 _LEAST = {"ended": 4, "stacks": 4, "groups": 2, "moved": 1, "logs": 1}
 
@@ -54,13 +61,8 @@ class Summary:
     logs: Sequence[Seen] = ()
 
     def sections(self) -> Mapping[str, Sequence[Seen]]:
-        return {
-            "ended": self.ended,
-            "stacks": self.stacks,
-            "groups": self.groups,
-            "moved": self.moved,
-            "logs": self.logs,
-        }
+        """By their names, in the order in which they are told."""
+        return {name: getattr(self, name) for name in SECTIONS}
 
     def to_json(self) -> dict[str, Any]:
         """The `summary` key of diagnosis.json."""
@@ -81,8 +83,8 @@ def summarise(s: Situation) -> Summary:
     )
 
 
-def headline(summary: Summary, otherwise: str) -> str:
-    """The most telling row of all, for a diagnosis without a cause.
+def headline(summary: Summary) -> str:
+    """The most telling row of all, for a diagnosis without a cause; empty without any row.
 
     An end says more than where others stand, which says more than a mild line of a log.
     """
@@ -98,7 +100,7 @@ def headline(summary: Summary, otherwise: str) -> str:
         if rows:
             place = f" ({rows[0].source})" if rows[0].source else ""
             return f"{rows[0].text}{place}"
-    return otherwise
+    return ""
 
 
 def shown(sections: Mapping[str, Sequence[Any]], lines: int = MAX_LINES) -> dict[str, int]:
@@ -392,7 +394,8 @@ def _times(component: ComponentFacts) -> int:
 def _logs(facts: Facts) -> Iterator[Seen]:
     """Where each writer's output ends, who fell silent first at the top."""
     ends = [(d.who.rank, end) for d in facts.digests for end in d.ends if not _is_told(d, end)]
-    latest = max((end.at for _, end in ends if end.at is not None), default=None)
+    times = [end.at for digest in facts.digests for end in digest.ends if end.at is not None]
+    latest = max(times, default=None)
     groups: dict[str, list[tuple[str, WriterEnd]]] = defaultdict(list)
     for rank, end in ends:
         who = end.writer or (f"rank {rank}" if rank is not None else end.place.path)
@@ -410,11 +413,9 @@ def _is_told(digest: LogDigest, end: WriterEnd) -> bool:
 def _log_row(found: Sequence[tuple[str, WriterEnd]], latest: float | None) -> Seen:
     end = found[0][1]
     age = since(end.at, latest) if end.at is not None and latest is not None else 0.0
-    silent = f", {_age(age)} before the last line" if age >= 1 else ""
-    text = clean(end.text, 160)
-    return Seen(
-        f"{_names(dict.fromkeys(w for w, _ in found))} ends{silent}: {text}", str(end.place), age
-    )
+    silent = f" {_age(age)} before the end" if age >= 1 else ""
+    writers = _names(dict.fromkeys(writer for writer, _ in found))
+    return Seen(f"last line of {writers}{silent}: {clean(end.text, 160)}", str(end.place), age)
 
 
 def _age(seconds: float) -> str:

@@ -26,6 +26,7 @@ LIMITS = {
     "against it": 0,
 }
 _RED, _BOLD, _PLAIN = "\x1b[31;1m", "\x1b[1m", "\x1b[0m"
+MAX_BRIEF = 8  # rows of each section of the Markdown
 MAX_LINES = 23  # with the names of the two files written: 25
 # Sections that get lines left over by others.
 _SPARE = ("against it", "collectives around the break", "classes", "evidence", "call paths")
@@ -63,6 +64,39 @@ def render(
     more = f"; --full: {', '.join(left_out)}" if left_out else ""
     lines.append(clean(_tail(view) + more, limit))
     return "\n".join(lines)
+
+
+def brief(verdict: Verdict) -> str:
+    """The diagnosis as short Markdown, to paste into an issue, a chat or a model's prompt."""
+    view = View(verdict)
+    diagnosis = view.diagnosis
+    lines = [f"**{_no_fence(view.sentence)}**", ""]
+    lines.append(f"{verdict.status}: {diagnosis['state']}, cause {diagnosis['cause']}")
+    lines += [
+        _no_fence(f"- culprit: {who}{f', {where}' if where else ''}")
+        for who, where in view.culprits
+    ]
+    for heading, rows in view.seen:
+        lines += ["", f"{heading}:", "```"]
+        lines += [
+            _no_fence(f"{row['text']}  [{row['source']}]" if row["source"] else row["text"])
+            for row in rows[:MAX_BRIEF]
+        ]
+        if len(rows) > MAX_BRIEF:
+            lines.append(f"... {len(rows) - MAX_BRIEF} more")
+        lines.append("```")
+    if view.steps:
+        lines += [
+            "",
+            "next:",
+            *(_no_fence(f"- {t}{f': `{c}`' if c else ''}") for t, c in view.steps),
+        ]
+    return "\n".join(lines)
+
+
+def _no_fence(text: str) -> str:
+    """Text of an input, which must not open or close a code fence."""
+    return clean(text, FULL_WIDTH).replace("```", "` ` `")
 
 
 def _summary(view: View, limit: int, *, full: bool, colour: bool) -> Iterator[str]:

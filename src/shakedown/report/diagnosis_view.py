@@ -13,6 +13,7 @@ from shakedown.diagnosis import wait_graph
 from shakedown.diagnosis.advice import spans, steps
 from shakedown.diagnosis.analyze.position import is_user
 from shakedown.diagnosis.records import Frame
+from shakedown.diagnosis.summary import SECTIONS
 from shakedown.report import stack_tree
 from shakedown.report.text import plural
 
@@ -68,6 +69,11 @@ class View:
         """What was seen, by section; empty in a verdict of an earlier release."""
         found: Mapping[str, Sequence[Mapping[str, str]]] = self.diagnosis.get("summary", {})
         return found
+
+    @property
+    def seen(self) -> list[tuple[str, Sequence[Mapping[str, str]]]]:
+        """The sections of `summary` that have rows, under their headings."""
+        return [(SECTIONS[title], rows) for title, rows in self.summary.items() if rows]
 
     @property
     def calm(self) -> bool:

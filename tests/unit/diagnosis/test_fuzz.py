@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from shakedown.diagnosis.diagnose import diagnose_paths
 from shakedown.diagnosis.read import read_paths
-from shakedown.diagnosis.records import FlightRecord, LogEvent, Stack
+from shakedown.diagnosis.records import FlightRecord, LogDigest, LogEnd, LogEvent, Stack
 from tests.hang_inputs import (
     CASE,
     REAL,
@@ -128,9 +128,10 @@ def test_cut_off_gz_log_is_read_up_to_its_end(tmp_path: Path) -> None:
     noise = random.Random(1).randbytes(50_000).hex()
     text = f"torch.OutOfMemoryError: CUDA out of memory.\n{noise}\n".encode()
     (tmp_path / "trainer-rank3.log.gz").write_bytes(gzip.compress(text)[:-9_000])
-    event, end = read_paths([tmp_path]).records
+    event, end, _digest = read_paths([tmp_path]).records
     assert isinstance(event, LogEvent)
     assert (event.kind, event.who.rank) == ("oom", 3)
+    assert isinstance(end, LogEnd)
     assert end.place.path.endswith("trainer-rank3.log.gz")
 
 
@@ -187,7 +188,8 @@ def test_folders_deeper_than_the_recursion_limit_are_walked(tmp_path: Path) -> N
             Path("d").mkdir()
             os.chdir("d")
         Path("job.log").write_text("Broken pipe\n")
-        assert len(read_paths([tmp_path]).records) == 2
+        kinds = {type(record) for record in read_paths([tmp_path]).records}
+        assert kinds == {LogEvent, LogEnd, LogDigest}
     finally:
         os.chdir(here)
         subprocess.run(["rm", "-rf", tmp_path / "d"], check=True)  # Python's own rmtree recurses

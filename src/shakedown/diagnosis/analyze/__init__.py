@@ -31,7 +31,7 @@ from shakedown.diagnosis.analyze.model import Diagnosis, Hypothesis, name_ranks
 from shakedown.diagnosis.analyze.raised import OWN, is_full
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import Facts
-from shakedown.diagnosis.summary import headline, summarise
+from shakedown.diagnosis.summary import Summary, headline, summarise
 
 __all__ = ["QUESTIONS", "Diagnosis", "Hypothesis", "Rule", "analyze", "name_ranks"]
 
@@ -148,7 +148,7 @@ def analyze(facts: Facts) -> Diagnosis:
     rule, chosen = spoken[0] if spoken else (Rule(one_place.unknown), one_place.unknown(situation))
     summary = summarise(situation)
     if not spoken:
-        chosen = replace(chosen, sentence=headline(summary, chosen.sentence))
+        chosen = replace(chosen, sentence=_unexplained(summary, chosen.sentence))
     waits = [*chosen.waits, situation.graph]
     if rule.of_a_moment:
         chosen = _unless_open(liveness.tempered(situation, chosen))
@@ -169,6 +169,13 @@ def analyze(facts: Facts) -> Diagnosis:
         candidates=_candidates([h for _, h in spoken]),
         summary=summary.to_json(),
     )
+
+
+def _unexplained(summary: Summary, sentence: str) -> str:
+    """What was seen comes before how far the evidence goes."""
+    reach = sentence.removesuffix(f"; {one_place.NO_CAUSE}")
+    told = headline(summary) if reach != sentence else ""
+    return f"{told}; {reach}" if told else sentence
 
 
 def _candidates(spoken: Sequence[Hypothesis]) -> list[Hypothesis]:

@@ -319,13 +319,16 @@ def _only_computes(s: Situation) -> bool:
     return s.suspected and bool(places) and busy
 
 
+NO_CAUSE = "the evidence names no cause"
+
+
 def _seen(s: Situation, *, ended: bool) -> str:
     """How far the evidence goes."""
     if s.facts.outcome is not None and s.facts.outcome.done:
         return "; ".join([s.facts.outcome.sentence, *_last_of(s)])
     unread = "".join([f"; node {n.node} was {n.state}" for n in s.facts.nodes if n.unread][:4])
     if not s.ranks:
-        return f"no rank was seen{unread}; the evidence names no cause"
+        return f"no rank was seen{unread}; {NO_CAUSE}"
     kind = "process" if s.facts.guessed else "rank"
     many = f"{kind}{'es' if s.facts.guessed else 's'}"
     count = f"{len(s.ranks)} {f'{kind} was' if len(s.ranks) == 1 else f'{many} were'} seen"
@@ -341,8 +344,8 @@ def _seen(s: Situation, *, ended: bool) -> str:
         )
     absent = sorted(s.expected_ranks - set(s.ranks))
     if absent:
-        return f"{count}, nothing of {name_ranks(absent)}{unread}; the evidence names no cause"
-    return f"{count}{unread}; the evidence names no cause"
+        return f"{count}, nothing of {name_ranks(absent)}{unread}; {NO_CAUSE}"
+    return f"{count}{unread}; {NO_CAUSE}"
 
 
 def _last_of(s: Situation) -> list[str]:

@@ -254,6 +254,6 @@ def weight_of(line: str) -> int:
     lowered = said.lower()
     weight = next((w for w, _, pattern in _WORDS if pattern.search(lowered)), 0)
     if weight:
-        weight -= bool(_HARMLESS.search(said)) * 2
+        weight -= bool(_HARMLESS.search(said)) * 3
         weight -= bool(_QUIET.match(line) and weight < 4)
     return max(weight, _LEVELS.get(logger["level"], 0) if logger else 0)
