@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             _brief,
             "Print what dumps and logs show as short Markdown, to paste into an issue or a chat.",
             "shakedown hang brief evidence/",
+            "shakedown hang brief slurm-4711.out dumps/",
         )
     )
     _collect_arguments(

@@ -91,6 +91,7 @@ def test_classes_that_alternate_rank_by_rank_keep_the_page_small() -> None:
 def test_sections_come_in_the_order_in_which_one_asks() -> None:
     reader = Reader(render(diagnose_paths([DATA / "hang_dumps" / "b_cond"])))
     assert reader.headings == [
+        "What was seen",
         "What to do next",
         "Ranks by class",
         "Call paths, merged",
