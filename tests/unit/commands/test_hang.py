@@ -22,7 +22,7 @@ DATA = Path(__file__).parents[2] / "data"
 CASE = DATA / "hang_dumps" / "b_cond"
 KEYS = {
     "state", "cause", "pattern", "culprits", "victims", "confidence", "classes", "wait_for",
-    "conflicts", "needed", "candidates",
+    "conflicts", "needed", "candidates", "summary",
 }  # fmt: skip
 
 
