@@ -31,7 +31,8 @@ from typing import Any
 
 from shakedown.diagnosis.analyze import analyze
 from shakedown.diagnosis.placing import build_facts
-from shakedown.diagnosis.records import Frame, Identity, SourceRef, Stack, Thread
+from shakedown.diagnosis.records import Identity, SourceRef, Stack, Thread
+from shakedown.stacks.frames import Frame
 
 TENSOR_PARALLEL = 8
 PATHS = 64

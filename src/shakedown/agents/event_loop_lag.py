@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from shakedown.agents.endpoint import EPISODE_KEY
-from shakedown.stacks.owner import owner_of
+from shakedown.stacks.frames import owner_of
 
 # Seconds between ticks: the resolution of the measured lag. Each wake-up costs 0.1 ms and more.
 TICK = 0.05

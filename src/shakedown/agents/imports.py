@@ -11,7 +11,7 @@ from types import ModuleType
 
 from shakedown.core.errors import LaunchError, UsageError, did_you_mean
 from shakedown.processes.workers import SetupFaultError, WorkerError
-from shakedown.stacks.owner import owner_of
+from shakedown.stacks.frames import owner_of
 
 
 def load_target(target: str, *, what: str, name: str) -> tuple[ModuleType, str]:

@@ -8,7 +8,6 @@ from shakedown.diagnosis.owners import DEFAULT_ROLE
 from shakedown.diagnosis.records import (
     BeatRecord,
     FlightRecord,
-    Frame,
     GpuUse,
     JobExit,
     LogDigest,
@@ -21,6 +20,7 @@ from shakedown.diagnosis.records import (
     StepLength,
     Unattachable,
 )
+from shakedown.stacks.frames import Frame
 
 TRAINER = DEFAULT_ROLE
 

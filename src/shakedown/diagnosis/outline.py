@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shakedown.core.ranges import ranges
-from shakedown.diagnosis.analyze.position import user_frames
 from shakedown.diagnosis.facts import ComponentFacts, Facts
 from shakedown.diagnosis.records import FlightRecord, Operation, SourceRef, Stack
 from shakedown.diagnosis.timeline import timeline
+from shakedown.stacks.frames import user_frames
 
 MAX_HOSTS = 4096
 MAX_QUOTES = 64

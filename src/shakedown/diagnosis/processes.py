@@ -3,8 +3,9 @@
 import re
 from functools import lru_cache
 
-from shakedown.diagnosis.records import Frame, Stack
+from shakedown.diagnosis.records import Stack
 from shakedown.monitor.collect import proc
+from shakedown.stacks.frames import Frame
 
 # Frames of a launcher's own process. Not all of `elastic/multiprocessing`: a program that uses
 # `@record`, or was started as a function (`_wrap`), has frames of it on the path of every rank.

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from shakedown.core.visible import masked
 from shakedown.progress.signs import Activity, Beat
+from shakedown.stacks.frames import Frame
 
 MAX_TEXT = 400  # characters: long lines would fill a report
 
@@ -53,24 +54,6 @@ class Identity:
             self.pid if self.pid is not None else other.pid,
             self.host or other.host,
             self.role or other.role,
-        )
-
-
-class Frame(NamedTuple):
-    """One call. `file` is as the tool printed it, shortened or full; `line` 0 when unknown."""
-
-    name: str
-    file: str
-    line: int = 0
-
-    @property
-    def function(self) -> str:
-        """The bare function name: py-spy prefixes the class, `<locals>` marks closures."""
-        return self.name.rsplit(".", 1)[-1]
-
-    def __str__(self) -> str:
-        return (
-            f"{self.name} ({self.file}:{self.line})" if self.line else f"{self.name} ({self.file})"
         )
 
 

@@ -11,21 +11,14 @@ from typing import Any
 
 from shakedown.core.ranges import natural, ranges
 from shakedown.diagnosis.analyze.classes import path_key
-from shakedown.diagnosis.analyze.position import judge_path, python_frames, user_frames
+from shakedown.diagnosis.analyze.position import judge_path
 from shakedown.diagnosis.analyze.raised import is_victims, is_victims_text, shape_of
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import TRAINER, ComponentFacts, Facts
 from shakedown.diagnosis.groups import GroupFacts
 from shakedown.diagnosis.read.clock import since
-from shakedown.diagnosis.records import (
-    Frame,
-    LogDigest,
-    LogEvent,
-    NotableLine,
-    Stack,
-    WriterEnd,
-    clean,
-)
+from shakedown.diagnosis.records import LogDigest, LogEvent, NotableLine, Stack, WriterEnd, clean
+from shakedown.stacks.frames import Frame, python_frames, user_frames
 
 MAX_LINES = 12
 MAX_ROWS = 64  # of a section, in diagnosis.json

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shakedown.core.ranges import ranges
-from shakedown.diagnosis.analyze.position import user_frames
 from shakedown.diagnosis.facts import Facts
 from shakedown.diagnosis.groups import GroupFacts, GroupView
 from shakedown.diagnosis.records import Operation
+from shakedown.stacks.frames import user_frames
 
 MAX_GROUPS = 8
 BEFORE, AFTER = 3, 3  # sequence numbers shown on either side of the break

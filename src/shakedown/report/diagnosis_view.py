@@ -11,11 +11,10 @@ from shakedown.core.ranges import named, ranges
 from shakedown.core.verdict import Verdict
 from shakedown.diagnosis import wait_graph
 from shakedown.diagnosis.advice import spans, steps
-from shakedown.diagnosis.analyze.position import is_user
-from shakedown.diagnosis.records import Frame
 from shakedown.diagnosis.summary import SECTIONS
 from shakedown.report import stack_tree
 from shakedown.report.text import plural
+from shakedown.stacks.frames import Frame, is_user
 
 _FRAME = re.compile(r"(.*) \((.*?)(?::\d+)?\)")
 MAX_EVIDENCE = 60

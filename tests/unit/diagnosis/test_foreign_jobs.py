@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from shakedown.diagnosis.analyze.frames import only_hosts, told_by_leaf, weight_update
-from shakedown.diagnosis.records import Frame
+from shakedown.stacks.frames import Frame
+from shakedown.stacks.waits import only_hosts, told_by_leaf, weight_update
 from tests.hang_foreign import (
     LOADER,
     LOOP,

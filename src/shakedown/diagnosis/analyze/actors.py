@@ -6,10 +6,11 @@ from shakedown.diagnosis.actors import of_ray
 from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.graph import Block, Node, name_of
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis
-from shakedown.diagnosis.analyze.position import Position, position_of, user_frames
+from shakedown.diagnosis.analyze.position import Position, position_of
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts
 from shakedown.diagnosis.read.ray import HEAD
+from shakedown.stacks.frames import user_frames
 
 
 def _actors(s: Situation) -> dict[Node, ComponentFacts]:

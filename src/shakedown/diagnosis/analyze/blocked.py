@@ -6,16 +6,17 @@ from pathlib import PurePath
 
 from shakedown.diagnosis.analyze.causes import Strength, conclude
 from shakedown.diagnosis.analyze.edges import ELSEWHERE
-from shakedown.diagnosis.analyze.frames import asks_to_generate, awaits_result
 from shakedown.diagnosis.analyze.graph import Block
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.places import WAITING, bar_of
-from shakedown.diagnosis.analyze.position import Position, user_frames
+from shakedown.diagnosis.analyze.position import Position
 from shakedown.diagnosis.analyze.raised import OWN
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.analyze.storage import told_of
 from shakedown.diagnosis.read.placements import ENGINE
-from shakedown.diagnosis.records import Frame, SourceRef
+from shakedown.diagnosis.records import SourceRef
+from shakedown.stacks.frames import Frame, user_frames
+from shakedown.stacks.waits import asks_to_generate, awaits_result
 
 
 def blocked_by_ranks(s: Situation) -> Hypothesis | None:

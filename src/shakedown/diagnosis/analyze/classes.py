@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from shakedown.diagnosis.analyze.model import RankClass
-from shakedown.diagnosis.analyze.position import Position, judge_path, python_frames, user_frames
+from shakedown.diagnosis.analyze.position import Position, judge_path
 from shakedown.diagnosis.facts import ComponentFacts
-from shakedown.diagnosis.records import Frame
+from shakedown.stacks.frames import Frame, python_frames, user_frames
 
 Key = tuple[object, ...]
 

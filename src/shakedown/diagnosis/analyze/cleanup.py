@@ -8,10 +8,9 @@ from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.classes import frame_key
 from shakedown.diagnosis.analyze.graph import Block
 from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks, verb
-from shakedown.diagnosis.analyze.position import user_frames
 from shakedown.diagnosis.analyze.situation import Situation
-from shakedown.diagnosis.records import Frame
 from shakedown.progress.signs import Beat
+from shakedown.stacks.frames import Frame, user_frames
 
 
 def past_the_loop(s: Situation) -> Hypothesis | None:

@@ -9,9 +9,9 @@ from shakedown.diagnosis.analyze.divergence import CallDivergence, done_unlike, 
 from shakedown.diagnosis.analyze.edges import lone_group
 from shakedown.diagnosis.analyze.graph import Block
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
-from shakedown.diagnosis.analyze.position import user_frames
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.records import Operation
+from shakedown.stacks.frames import user_frames
 
 
 def diverged(s: Situation) -> Hypothesis | None:

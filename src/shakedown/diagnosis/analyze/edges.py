@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shakedown.diagnosis.analyze.classes import path_key
-from shakedown.diagnosis.analyze.frames import weight_update
 from shakedown.diagnosis.analyze.graph import Block, WaitGraph
 from shakedown.diagnosis.analyze.model import Cause
 from shakedown.diagnosis.analyze.places import Placed
 from shakedown.diagnosis.analyze.posts import FinishedCalls, posts_of
 from shakedown.diagnosis.facts import ComponentFacts
+from shakedown.stacks.waits import weight_update
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.liveness import goes_on
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
-from shakedown.diagnosis.analyze.position import user_frames
 from shakedown.diagnosis.analyze.raised import (
     KILLED_FOR,
     OWN,
@@ -27,6 +26,7 @@ from shakedown.diagnosis.facts import ComponentFacts
 from shakedown.diagnosis.read.clock import since
 from shakedown.diagnosis.read.placements import ENGINE
 from shakedown.diagnosis.records import LogEvent, SourceRef
+from shakedown.stacks.frames import user_frames
 
 
 def _lone_traceback(s: Situation) -> LogEvent | None:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from shakedown.diagnosis.analyze.causes import CONFIDENCE
 from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.places import bar_of
-from shakedown.diagnosis.analyze.position import is_standard, python_frames
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import TRAINER, ComponentFacts
 from shakedown.diagnosis.records import BeatRecord, LogEvent, ProcessState, SourceRef
 from shakedown.progress.patience import SHORTEST, Patience, kind_of
 from shakedown.progress.signs import IDLE_SHARE, WAITING_PHASES, cpu_share, signs_between
+from shakedown.stacks.frames import is_standard, python_frames
 
 # Somebody waited for minutes before they were written.
 _WAITED = frozenset({"timeout", "missing_ranks", "nccl_error", "abort", "peer_closed", "exit"})

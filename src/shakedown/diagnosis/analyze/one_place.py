@@ -9,12 +9,12 @@ from shakedown.diagnosis.analyze.blocked import loader_worker
 from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.classes import user_key
 from shakedown.diagnosis.analyze.differ import describe
-from shakedown.diagnosis.analyze.frames import library_calls
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
-from shakedown.diagnosis.analyze.position import Position, in_nccl_enqueue, is_user
+from shakedown.diagnosis.analyze.position import Position, in_nccl_enqueue
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.analyze.storage import seen_twice
 from shakedown.diagnosis.records import LogEvent
+from shakedown.stacks.frames import is_user, library_calls
 
 
 def all_blocked(s: Situation) -> Hypothesis | None:

@@ -14,9 +14,10 @@ from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.raised import root_exception
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts
-from shakedown.diagnosis.records import Frame, SourceRef
+from shakedown.diagnosis.records import SourceRef
 from shakedown.monitor.heartbeat import Extent
 from shakedown.progress.signs import Beat
+from shakedown.stacks.frames import Frame
 
 # py-spy shortens Megatron's paths to `core/...`.
 _WAITS = re.compile(r"torch/distributed/|(?:^|/)core/pipeline_parallel/")

@@ -4,9 +4,9 @@ import re
 from collections.abc import Sequence
 
 from shakedown.diagnosis.analyze.model import Cause
-from shakedown.diagnosis.analyze.position import user_frames
 from shakedown.diagnosis.facts import ComponentFacts
 from shakedown.diagnosis.records import LogEvent
+from shakedown.stacks.frames import user_frames
 
 # Errors that a rank dies of because another one went first.
 _VICTIM = re.compile(

@@ -9,12 +9,12 @@ from shakedown.diagnosis.analyze.causes import Strength, conclude
 from shakedown.diagnosis.analyze.classes import path_key
 from shakedown.diagnosis.analyze.graph import Block
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis
-from shakedown.diagnosis.analyze.position import user_frames
 from shakedown.diagnosis.analyze.raised import cause_of, root_exception
 from shakedown.diagnosis.analyze.servers import outlived, stands_still, went_on
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts
-from shakedown.diagnosis.records import Frame, LogEvent, SourceRef
+from shakedown.diagnosis.records import LogEvent, SourceRef
+from shakedown.stacks.frames import Frame, user_frames
 
 ORCHESTRATOR, INFERENCE = "orchestrator", "inference"
 

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping
 from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.classes import path_key
 from shakedown.diagnosis.analyze.model import Hypothesis
-from shakedown.diagnosis.analyze.position import Position, judge_path, user_frames
+from shakedown.diagnosis.analyze.position import Position, judge_path
 from shakedown.diagnosis.analyze.raised import is_full
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts
 from shakedown.diagnosis.read.placements import ENGINE
 from shakedown.diagnosis.records import LogEnd, LogEvent, SourceRef, Stack
+from shakedown.stacks.frames import user_frames
 
 # Waits below a request: a server without work is `idle`, one that computes moves.
 _STANDS = frozenset({"collective", "p2p", "host_sync", "storage"})

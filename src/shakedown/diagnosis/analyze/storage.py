@@ -12,7 +12,8 @@ from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, ver
 from shakedown.diagnosis.analyze.position import judge_path
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts
-from shakedown.diagnosis.records import Frame, LogEvent, Stack, Thread
+from shakedown.diagnosis.records import LogEvent, Stack, Thread
+from shakedown.stacks.frames import Frame
 
 _FILE = re.compile(r"checkpoint\w*(?:/\w+)?\.py$")  # a module, or one of a package
 _WAITS = re.compile(r"^(?:wait|join|finalize|finish|flush|result|maybe_wait\w*)$")

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.ended import failed
-from shakedown.diagnosis.analyze.frames import weight_update
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis
-from shakedown.diagnosis.analyze.position import is_user, user_frames
 from shakedown.diagnosis.analyze.raised import is_victims, told_cause
 from shakedown.diagnosis.analyze.situation import Situation
-from shakedown.diagnosis.records import Frame, LogEvent
+from shakedown.diagnosis.records import LogEvent
+from shakedown.stacks.frames import Frame, is_user, user_frames
+from shakedown.stacks.waits import weight_update
 
 # What a function or its file is called -> the role that it has.
 _ROLES = (

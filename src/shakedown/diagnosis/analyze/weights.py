@@ -7,13 +7,12 @@ import re
 from functools import lru_cache
 
 from shakedown.diagnosis.analyze.causes import conclude
-from shakedown.diagnosis.analyze.frames import awaits_result, calls_out, weight_update
 from shakedown.diagnosis.analyze.graph import Block
 from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks, verb
-from shakedown.diagnosis.analyze.position import is_user, user_frames
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts
-from shakedown.diagnosis.records import Frame
+from shakedown.stacks.frames import Frame, is_user, user_frames
+from shakedown.stacks.waits import awaits_result, calls_out, weight_update
 
 _SERVER = "inference"
 _WAITS = frozenset({"collective", "p2p", "init"})

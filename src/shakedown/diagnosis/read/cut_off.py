@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.read.traceback_lines import HEAD, frame_of
-from shakedown.diagnosis.records import Frame, Identity, LogEvent, clean
+from shakedown.diagnosis.records import Identity, LogEvent, clean
+from shakedown.stacks.frames import Frame
 
 # `ValueError: bad`, `torch.distributed.DistBackendError: ...`, `subprocess.TimeoutExpired: ...`
 _ERROR = re.compile(

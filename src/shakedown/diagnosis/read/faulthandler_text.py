@@ -4,7 +4,8 @@ import re
 
 from shakedown.diagnosis.read.headers import header
 from shakedown.diagnosis.read.source import EvidenceFile
-from shakedown.diagnosis.records import Frame, Identity, Record, Stack, Thread, clean
+from shakedown.diagnosis.records import Identity, Record, Stack, Thread, clean
+from shakedown.stacks.frames import Frame
 
 # `Current thread 0x00007f12345678 (most recent call first):`; newer Pythons write the thread's name
 # in brackets before the parenthesis.

@@ -16,13 +16,13 @@ from shakedown.diagnosis.read.numbers import MAX_RANK, count_of, rank_of
 from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.records import (
     FlightRecord,
-    Frame,
     GroupStatus,
     Identity,
     Operation,
     Record,
     clean,
 )
+from shakedown.stacks.frames import Frame
 
 MAX_ENTRIES = 20_000  # the newest are kept; the recorder's own default is 2,000
 

@@ -16,7 +16,8 @@ from shakedown.diagnosis.read.placements import ENGINE, node_of
 from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.read.step_times import step_lengths, step_lines
 from shakedown.diagnosis.read.traceback_lines import HEAD, frame_of
-from shakedown.diagnosis.records import Frame, Identity, LogEnd, LogEvent, Record, clean
+from shakedown.diagnosis.records import Identity, LogEnd, LogEvent, Record, clean
+from shakedown.stacks.frames import Frame
 
 _LOG_NAME = re.compile(
     r"\.(?:log|out|err|stdout|stderr)(?:\.\d+)?(?:\.gz)?$|(?:^|/)log[^/]*\.txt(?:\.gz)?$|^slurm-.*$"

@@ -5,7 +5,8 @@ from typing import Any
 
 from shakedown.diagnosis.read.numbers import count_of, pid_of
 from shakedown.diagnosis.read.source import EvidenceFile
-from shakedown.diagnosis.records import Frame, Identity, Record, Stack, Thread, clean
+from shakedown.diagnosis.records import Identity, Record, Stack, Thread, clean
+from shakedown.stacks.frames import Frame
 
 MAX_THREADS = 20_000  # of one file
 MAX_FRAMES = 1000  # of one thread: Python's own limit of recursion

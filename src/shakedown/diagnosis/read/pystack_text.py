@@ -4,7 +4,8 @@ import re
 
 from shakedown.diagnosis.read.headers import header
 from shakedown.diagnosis.read.source import EvidenceFile
-from shakedown.diagnosis.records import Frame, Identity, Record, Stack, Thread, clean
+from shakedown.diagnosis.records import Identity, Record, Stack, Thread, clean
+from shakedown.stacks.frames import Frame
 
 # `Traceback for thread 4321 (python) [Has the GIL] (most recent call last):`
 _THREAD = re.compile(r"^Traceback for thread (\d{1,8})(?: \((.{0,80}?)\))? ?\[(.{0,120}?)\]")

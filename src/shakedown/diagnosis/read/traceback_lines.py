@@ -2,7 +2,8 @@
 
 import re
 
-from shakedown.diagnosis.records import Frame, clean
+from shakedown.diagnosis.records import clean
+from shakedown.stacks.frames import Frame
 
 HEAD = "Traceback (most recent call last):"
 _FILE_LINE = re.compile(r'^\s+File "([^"]{1,400})", line (\d{1,9})(?:, in (.{1,200}))?$')

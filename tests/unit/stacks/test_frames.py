@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shakedown.agents.imports import last_frame
-from shakedown.stacks.owner import owner_of
+from shakedown.stacks.frames import owner_of
 
 FILES = {
     "user": ["/srv/train.py", "my_data.py", "data/loader.py", "<stdin>", "/home/me/lib/x.py"],
