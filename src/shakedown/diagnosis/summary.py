@@ -6,7 +6,7 @@ It comes first on the terminal and the page, whatever the rules say, and fits tw
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shakedown.core.ranges import natural, ranges
@@ -127,7 +127,7 @@ class _Said:
 def _ended(s: Situation) -> Iterator[Seen]:
     said = [*_outcomes(s.facts), *_processes(s), *_tracebacks(s.facts), *_notable(s.facts)]
     groups: dict[str, list[_Said]] = defaultdict(list)
-    for row in said:
+    for row in _with_times(said):
         groups[shape_of(row.text)[:160]].append(row)
     merged = [_merged(rows) for rows in groups.values()]
     best = sorted(merged, key=lambda row: (-row.weight, row.order))[:MAX_ROWS]
@@ -138,6 +138,23 @@ def _ended(s: Situation) -> Iterator[Seen]:
         follows = " (may follow another's end)" if row.follows else ""
         who = f"{row.who}: " if row.who else ""
         yield Seen(f"{who}{row.text}{times}{follows}", row.source, row.weight)
+
+
+def _with_times(said: Sequence[_Said]) -> Iterator[_Said]:
+    """A line without a time has that of the next one below it in its file, else of one above."""
+    known: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for row in said:
+        if row.at is not None:
+            known[_path(row)].append((row.order, row.at))
+    for row in said:
+        rows = known[_path(row)] if row.at is None else []
+        below = [pair for pair in rows if pair[0] > row.order]
+        pair = min(below, default=max(rows, default=None))
+        yield replace(row, at=pair[1]) if pair else row
+
+
+def _path(row: _Said) -> str:
+    return row.source.rpartition(":")[0]
 
 
 def _by_time(row: _Said) -> tuple[bool, float, int]:

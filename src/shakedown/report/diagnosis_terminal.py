@@ -17,6 +17,7 @@ FULL_WIDTH = 4000
 # Lines of each section, in order; sections with 0 appear if others leave room, or with --full.
 LIMITS = {
     "culprits": 3,
+    "other readings": 2,
     "next": 3,
     "evidence": 3,
     "classes": 3,
@@ -152,6 +153,7 @@ def _sections(view: View) -> Iterator[tuple[str, list[str]]]:
         "culprits",
         [f"  {_CULPRIT}{who}{': ' + where if where else ''}" for who, where in view.culprits],
     )
+    yield "other readings", list(_readings(view))
     yield "next", list(_steps(view))
     yield "evidence", [f"  {q.place}{': ' + q.text if q.text else ''}" for q in view.all_evidence]
     yield "classes", list(_classes(view))
@@ -165,6 +167,16 @@ def _sections(view: View) -> Iterator[tuple[str, list[str]]]:
         [line for group in view.timeline for line in _group(group)],
     )
     yield "against it", [f"  {text}" for text in [*view.diagnosis["conflicts"], *view.notes]]
+
+
+def _readings(view: View) -> Iterator[str]:
+    """What else the evidence allows, and what would decide; all that there is without a cause."""
+    rows = view.diagnosis.get("candidates", [])
+    first = 0 if view.diagnosis["cause"] == "unknown" else 1
+    for row in rows[first : first + 3]:
+        told = "; ".join(row.get("for", []))
+        decides = f" (decides: {row['decides']})" if row.get("decides") else ""
+        yield f"  {row['cause']} {row['weight']:.2f}: {told}{decides}"
 
 
 def _classes(view: View) -> Iterator[str]:

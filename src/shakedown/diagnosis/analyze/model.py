@@ -100,6 +100,11 @@ class Diagnosis:
     candidates: Sequence[Hypothesis] = ()
     summary: Mapping[str, Any] = field(default_factory=dict)
 
+    def _against(self, row: Hypothesis) -> list[str]:
+        """Readings of the same evidence that name others, at most two."""
+        others = (o for o in self.candidates if o is not row and o.culprits != row.culprits)
+        return [f"{other.cause}: {other.sentence}" for other in others][:2]
+
     def to_json(self) -> dict[str, Any]:
         """The `diagnosis` key of diagnosis.json."""
         chosen = self.chosen
@@ -135,6 +140,9 @@ class Diagnosis:
                     "roles": sorted(row.roles),
                     "cause": row.cause,
                     "weight": round(row.confidence, 2),
+                    "for": [row.sentence],
+                    "against": self._against(row),
+                    "decides": next(iter(row.needed), ""),
                 }
                 for row in self.candidates
             ],
