@@ -42,6 +42,7 @@ def steps(verdict: Verdict) -> list[tuple[str, str]]:
 # Causes that lie in the machines: these are looked at before the next run.
 _MACHINES = frozenset({"network", "nccl_internal", "node_dead", "storage", "gpu_error"})
 _SERVERS = frozenset({"server_unhealthy"})
+_TITLE = re.compile(r"(\w+::)")  # of a process that names itself, as Ray's and vLLM's do
 _SCRIPT = re.compile(r"(?:^|[\s/])([\w.-]{1,80}\.py)\b")
 
 
@@ -69,7 +70,7 @@ def next_command(
         return "shakedown preflight --out preflight"
     if attempt is not None:
         return _of_stage(chosen, attempt) or again
-    if chosen.state == "hung" or chosen.cause == "unknown":
+    if chosen.state == "hung" or (chosen.cause == "unknown" and chosen.state != "exited"):
         return _collect_job(facts)
     paths = shlex.join(map(str, given[:8]))
     return f"shakedown hang analyze {paths} --full --html diagnosis.html"
@@ -90,7 +91,9 @@ def _collect_job(facts: Facts) -> str:
         return f"shakedown hang collect --job {job} --out evidence"
     components = [*facts.ranks.values(), *facts.roles.values()]
     commands = [stack.command for c in components for stack in c.stacks if stack.command]
+    commands += [stack.command for stack in facts.unplaced if stack.command]
     scripts = [match[1] for command in commands if (match := _SCRIPT.search(command))]
+    scripts += [match[1] for command in commands if (match := _TITLE.match(command))]
     program = shlex.quote(scripts[0]) if scripts else "train"
     return f"shakedown hang collect --match {program} --out evidence"
 

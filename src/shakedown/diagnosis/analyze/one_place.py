@@ -11,6 +11,7 @@ from shakedown.diagnosis.analyze.classes import user_key
 from shakedown.diagnosis.analyze.differ import describe
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.position import Position, in_nccl_enqueue
+from shakedown.diagnosis.analyze.raised import is_victims
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.analyze.storage import seen_twice
 from shakedown.diagnosis.records import LogEvent
@@ -283,11 +284,13 @@ def unknown(s: Situation) -> Hypothesis:
         needed.append(f"stacks of {name_ranks(without_stack)} (`shakedown hang collect`)")
     if without_dump:
         needed.append(f"Flight Recorder dumps of {name_ranks(without_dump)}")
-    if not s.moving:
+    ended = not s.alive if s.ranks else _ended_by_an_error(s)
+    if _looked_at(s) and not s.moving:
         needed.append("a second sample, 5 s or more after the first")
+    elif not ended and not without_stack:
+        needed.append("stacks of all processes while the job stands (`shakedown hang collect`)")
     if s.ranks:
         needed.append("the logs of all ranks")
-    ended = bool(s.ranks) and not s.alive
     if _only_computes(s):
         return conclude(
             s,
@@ -307,6 +310,20 @@ def unknown(s: Situation) -> Hypothesis:
         state="exited" if ended else "hung" if s.stuck or s.graph else "unknown",
         needed=needed,
     )
+
+
+def _looked_at(s: Situation) -> bool:
+    """Whether a process was looked at, which a second look can be compared with."""
+    components = [*s.ranks.values(), *s.facts.roles.values()]
+    placed = any(c.stacks or c.beats or c.states for c in components)
+    return placed or bool(s.facts.unplaced or s.facts.processes)
+
+
+def _ended_by_an_error(s: Situation) -> bool:
+    """A log has an exception that nothing came after, and no process was looked at."""
+    rows = (e for e in s.facts.events if e.kind == "traceback" and not is_victims(e))
+    raised = {e.text for e in rows}
+    return not _looked_at(s) and any(end.last in raised for end in s.facts.ends)
 
 
 def _only_computes(s: Situation) -> bool:
