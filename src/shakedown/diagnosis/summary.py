@@ -386,13 +386,9 @@ def _dumps(facts: Facts, group: GroupFacts) -> Iterator[str]:
 
 def _moved(s: Situation) -> Iterator[Seen]:
     looked = [r for r in s.alive if _times(s.ranks[r]) > 1]
-    if not looked:
-        return
-    moving = [r for r in looked if r in s.moving]
-    still = [r for r in looked if r not in s.moving]
-    told = [f"{_names(f'rank {r}' for r in found)} {what}" for found, what in
-            ((moving, "moved between two looks"), (still, "did not")) if found]  # fmt: skip
-    yield Seen("; ".join(told), "", 1.0)
+    for what, moved in (("moved", True), ("did not move", False)):
+        if found := [r for r in looked if (r in s.moving) == moved]:
+            yield Seen(f"{_names(f'rank {r}' for r in found)} {what} between two looks", "", 1.0)
 
 
 def _times(component: ComponentFacts) -> int:
