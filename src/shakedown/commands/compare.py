@@ -72,6 +72,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("results/compare"), help="results folder")
     parser.add_argument("--limit", type=positive, help="use the first N rows")
     _sampling_arguments(parser)
+    _server_arguments(parser)
+    parser.add_argument(
+        "--reward",
+        type=place,
+        help="reward for the answers of both sides: a name or FILE.py:FUNCTION (default: the "
+        "config's)",
+    )
+    parser.add_argument(
+        "--compat",
+        choices=("cmp_rollout",),
+        help="end with the two lines that AReaL's cmp_rollout.py prints",
+    )
+    add_strict(parser)
+
+
+def _server_arguments(parser: argparse.ArgumentParser) -> None:
+    """How the inference side is asked, and what a server that compare starts is given."""
     parser.add_argument("--model", default="", help="served model name, if the server has several")
     parser.add_argument(
         "--concurrency", type=positive, default=128, help="requests in flight at once"
@@ -94,18 +111,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         help="GiB of key-value cache (for a server that compare starts without a GPU)",
     )
-    parser.add_argument(
-        "--reward",
-        type=place,
-        help="reward for the answers of both sides: a name or FILE.py:FUNCTION (default: the "
-        "config's)",
-    )
-    parser.add_argument(
-        "--compat",
-        choices=("cmp_rollout",),
-        help="end with the two lines that AReaL's cmp_rollout.py prints",
-    )
-    add_strict(parser)
 
 
 def _sampling_arguments(parser: argparse.ArgumentParser) -> None:
