@@ -1,5 +1,6 @@
 """What the rules judge: the config, and what it names here. Reads files, runs nothing."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -100,10 +101,10 @@ def _rows(config: Config, *, heldout: bool) -> Rows:
     read = row_of if needed else conversation_of
     rows: list[Conversation] = []
     try:
-        for place, body in placed_rows(str(source), limit=_MOST_ROWS, lines=_short_lines):
-            rows.append(read(body, place))
-    except _LongLineError:
-        pass  # the rows before it are judged
+        # The rows before a line that is too long are judged.
+        with contextlib.suppress(_LongLineError):
+            for place, body in placed_rows(str(source), limit=_MOST_ROWS, lines=_short_lines):
+                rows.append(read(body, place))
     except ShakedownError as error:
         return Rows(fault=str(error))
     return Rows(rows, _count(path))
