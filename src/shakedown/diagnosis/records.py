@@ -229,8 +229,7 @@ class LogEnd:
 class NotableLine:
     """A line that stands out by its words, with those that differ from it in numbers alone.
 
-    `writers`: who wrote them, for people; `weight`: 1 (mild) to 5 (an exception); `last`: the
-    number of the newest of `count` lines.
+    `writers`: who wrote them, for people; `weight`: 1 (mild) to 5 (an exception).
     """
 
     writers: tuple[str, ...]
@@ -239,18 +238,15 @@ class NotableLine:
     weight: int
     count: int = 1
     at: float | None = None
-    last: int = 0
 
 
 class WriterEnd(NamedTuple):
-    """The last line of one writer of a log. `step`: it reports a training step."""
+    """The last line of one writer of a log."""
 
     writer: str
-    who: Identity
     text: str
     place: SourceRef
     at: float | None = None
-    step: bool = False
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,12 @@ _OF_ENGINE = re.compile(
 # whose number is the job's rank for the default group alone.
 _RAY_RANK = re.compile(r"^\(\w{1,60}\[rank=(\d{1,6})\]")
 # Ray's and vLLM's own: `(WorkerDict pid=4711, ip=10.0.0.7) `, `(Worker_TP1 pid=1390) `
-_PROCESS = re.compile(r"^\([\w.:=\[\]]{1,80} pid=(\d{1,8})(?:, ip=([\w.:-]{1,60}))?\) ")
+_PROCESS = re.compile(
+    r"^\((?P<title>[\w.:=\[\]-]{1,80}) pid=(?P<pid>\d{1,8})(?:, ip=(?P<ip>[\w.:-]{1,60}))?\) "
+)
+# NCCL's own: `host:pid:thread [gpu] `
+NCCL_LINE = re.compile(r"^([\w.-]{1,80}):(\d{1,8}):\d{1,8} \[\d{1,3}\] ")
+_SAYS_RANK = re.compile(r"\brank ?[=:] ?(\d{1,6})\b", re.I)
 IN_LINE = re.compile(r"\[(?:PG (?:ID )?0 (?:PG GUID 0)?(?:\(default_pg\) )?)?Rank (\d{1,6})\] ")
 # mpirun --tag-output: `[1,3]<stdout>: `, job and rank.
 # Horovod: `[3]<stderr>:`
@@ -82,7 +87,27 @@ def _worker(text: str, named: Identity) -> Identity:
     """Whose line it is by Ray's or vLLM's own prefix: the rank, or the process."""
     rank, process = _RAY_RANK.match(text), _PROCESS.match(text)
     who = replace(named, rank=int(rank[1])) if rank else named
-    return replace(who, pid=int(process[1]), host=process[2] or who.host) if process else who
+    if process is None:
+        return who
+    return replace(who, pid=int(process["pid"]), host=process["ip"] or who.host)
+
+
+def writer_of(raw: str, line: str, who: Identity, named: Identity) -> str:
+    """A line's writer by name, for people; empty where none is known.
+
+    Args:
+        raw, line, who: the line as it stands, and what `strip` gives for it.
+        named: whose the log is, by its file.
+    """
+    if title := _PROCESS.match(raw):
+        return f"{title['title']} (pid {title['pid']})"
+    if who.rank is not None:
+        of_server = who.role == ENGINE and named.role != ENGINE
+        return f"TP{who.rank}" if of_server else f"rank {who.rank}"
+    if nccl := NCCL_LINE.match(line):
+        return f"{nccl[1]}:{nccl[2]}"
+    says = _SAYS_RANK.findall(line)
+    return f"rank {says[0]}" if len(says) == 1 else named.role
 
 
 def _without_outer(text: str) -> str:

@@ -10,15 +10,14 @@ from dataclasses import dataclass, field
 
 from shakedown.diagnosis.read.candidates import lines_with
 from shakedown.diagnosis.read.clock import stamp_of
-from shakedown.diagnosis.read.line_owners import starts_several, strip
-from shakedown.diagnosis.read.placements import ENGINE
+from shakedown.diagnosis.read.line_owners import NCCL_LINE, starts_several, strip, writer_of
 from shakedown.diagnosis.read.source import EvidenceFile
-from shakedown.diagnosis.read.step_times import is_step
 from shakedown.diagnosis.read.traceback_lines import HEAD, frame_of
 from shakedown.diagnosis.records import Identity, LogDigest, NotableLine, WriterEnd, clean
 
 MAX_SHAPES = 24  # of a log's lines that stand out, the weightiest
 MAX_WRITERS = 4096
+_MAX_TAIL = 50_000  # lines at the end among which each writer's last one is looked for
 _MAX_SCANNED = 200_000  # lines that hold a word: a log may say ERROR a million times
 _FOLLOWING = 3  # lines that belong to one before them
 
@@ -81,9 +80,6 @@ _HARMLESS = re.compile(
     r"|(?:error|timeout)_\w|\btimeout\w*\s?[=:]\s?\d|futurewarning|userwarning",
     re.I,
 )
-# `(EngineCore_DP0 pid=201) `, and NCCL's `host:pid:thread [gpu] `.
-_TITLE = re.compile(r"^\(([\w.:=\[\]-]{1,80}) pid=(\d{1,8})(?:, ip=[\w.:-]{1,60})?\)")
-_NCCL = re.compile(r"^([\w.-]{1,80}):(\d{1,8}):\d{1,8} \[\d{1,3}\] ")
 # A logger's own prefix, of vLLM, Ray and Python's usual formats: what it says comes after it.
 _LOGGER = re.compile(
     r"^(?:\d{4}-\d\d-\d\d[ T][\d:.,]{8,15}[ -]{1,3})?"
@@ -100,7 +96,6 @@ _STAMPED = re.compile(r"^\[?\d{4}-\d\d-\d\d[ T][\d:.,]{8,15}[\]:]? ?")
 _NAMED = re.compile(r"^[\w.]{1,80}:? ?(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)(?:\b:? - |: )")
 _CLOCK = re.compile(r"\b(\d\d:\d\d:\d\d)\b")
 _LEVELS = {"WARNING": 2, "WARN": 2, "ERROR": 3, "CRITICAL": 4, "FATAL": 4}
-_SAYS_RANK = re.compile(r"\brank ?[=:] ?(\d{1,6})\b", re.I)
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 _STACK_LINE = re.compile(
     r"^\s*(?:\S.{0,200} \(\S{1,300}:\d{1,9}\)|Thread (?:0x)?[0-9a-fA-F]+\b.*)$"
@@ -130,12 +125,10 @@ class _Shape:
     """Lines that differ in numbers alone: the first one, and how many there are."""
 
     number: int
-    writer: str
     text: str
     weight: int
     at: float | None
-    count: int = 1
-    last: int = 0
+    count: int = 0
     writers: set[str] = field(default_factory=set)
 
     def line(self, source: EvidenceFile) -> NotableLine:
@@ -143,7 +136,7 @@ class _Shape:
         weight = self.weight - (self.count > 100 and self.weight < 4)
         return NotableLine(
             tuple(sorted(self.writers)), self.text, source.place(self.number, self.text), weight,
-            self.count, self.at, self.last,
+            self.count, self.at,
         )  # fmt: skip
 
 
@@ -163,7 +156,7 @@ class _Scan:
 
     def _line(self, number: int) -> None:
         raw = self._source.lines[number - 1]
-        writer, line, _ = self._split(raw)
+        writer, line = self._split(raw)
         weight = weight_of(line)
         if not weight or _STACK_LINE.match(line) or self._is_source(number, line):
             return
@@ -171,10 +164,9 @@ class _Scan:
         known = self.shapes.get(shape)
         if known is None:
             text = clean(" ".join([message_of(line), *self._following(number, line)]))
-            known = _Shape(number, writer, text, weight, stamp_of(raw), count=0)
+            known = _Shape(number, text, weight, stamp_of(raw))
             self.shapes[shape] = known
         known.count += 1
-        known.last = number
         known.writers.add(writer)
 
     def _is_source(self, number: int, line: str) -> bool:
@@ -187,7 +179,7 @@ class _Scan:
         lines = self._source.lines[number : number + _FOLLOWING]
         colon = line.rstrip().endswith(":")
         for at, raw in enumerate(lines):
-            _, text, _ = self._split(raw)
+            text = self._split(raw)[1]
             indented = text[:1] in (" ", "\t") and not frame_of(text)
             if not text.strip() or not (indented or (colon and at == 0)):
                 return
@@ -196,47 +188,28 @@ class _Scan:
     def ends(self) -> None:
         """Each writer's last line: whoever stopped first is silent for longest."""
         lines = self._source.lines
-        seen: dict[str, int] = {}
-        for number in range(len(lines), 0, -1):
+        for number in range(len(lines), max(len(lines) - _MAX_TAIL, 0), -1):
             raw = lines[number - 1]
             if not raw.strip() or _STACK_LINE.match(raw):
                 continue
-            writer, line, who = self._split(raw)
-            if writer in seen:
-                seen[writer] += 1
-                continue
-            if len(seen) >= MAX_WRITERS:
-                break
-            seen[writer] = 1
-            place = self._source.place(number, raw)
-            self.writers[writer] = WriterEnd(
-                writer, who, clean(message_of(line)), place, stamp_of(raw), is_step(line)
-            )
+            writer, line = self._split(raw)
+            if writer not in self.writers:
+                place = self._source.place(number, raw)
+                end = WriterEnd(writer, clean(message_of(line)), place, stamp_of(raw))
+                self.writers[writer] = end
+            if len(self.writers) >= MAX_WRITERS:
+                return
 
-    def _split(self, raw: str) -> tuple[str, str, Identity]:
-        """(who wrote the line, the line without that, as an identity)."""
+    def _split(self, raw: str) -> tuple[str, str]:
+        """(who wrote the line, the line without that)."""
         line, who, _ = strip(raw, self._named, tasks=self._tasks)
-        return writer_of(raw, line, who, self._named), line, who
-
-
-def writer_of(raw: str, line: str, who: Identity, named: Identity) -> str:
-    """A name for people: `rank 3`, a process's title or id; empty where none is known."""
-    if title := _TITLE.match(raw):
-        return f"{title[1]} (pid {title[2]})"
-    if who.rank is not None:
-        return (
-            f"TP{who.rank}" if who.role == ENGINE and named.role != ENGINE else f"rank {who.rank}"
-        )
-    if nccl := _NCCL.match(line):
-        return f"{nccl[1]}:{nccl[2]}"
-    says = _SAYS_RANK.findall(line)
-    return f"rank {says[0]}" if len(says) == 1 else named.role
+        return writer_of(raw, line, who, self._named), line
 
 
 def message_of(line: str) -> str:
     """The line without what a logger writes before it; of its time the hour of day stays."""
     rest = line.strip()
-    for prefix in (_NCCL, _GLOG, _STAMPED, _LOGGER, _NAMED):
+    for prefix in (NCCL_LINE, _GLOG, _STAMPED, _LOGGER, _NAMED):
         rest = prefix.sub("", rest, count=1)
     clock = _CLOCK.search(line[: len(line) - len(rest)])
     return f"{clock[1]} {rest}" if clock and rest else rest or line.strip()
