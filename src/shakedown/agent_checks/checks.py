@@ -40,7 +40,7 @@ class CheckSettings:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check showed. `result` is None for a check that was not reached."""
+    """The result of one check. `result` is None for a check that was not reached."""
 
     name: str
     findings: Sequence[Finding] = ()
@@ -59,7 +59,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class CheckPlan:
-    """The class that is checked, what it is asked, and the sizes of the checks.
+    """The class that is checked, its rows of data, and the sizes of the checks.
 
     `target`: as `shakedown agent run` takes it. `data`: rows as JSON. `grpo`: the sampling of a
     stage that would train with the agent; None: the server's replies have no token ids, so that no
@@ -92,7 +92,7 @@ async def run_checks(
     plan: CheckPlan,
     *,
     progress: Callable[[str], None] = lambda _: None,
-    table: "Mapping[str, Check] | None" = None,
+    table: "Mapping[str, AgentCheck] | None" = None,
 ) -> list[CheckResult]:
     """Run the checks until one fails; those after it are listed as not reached.
 
@@ -100,7 +100,7 @@ async def run_checks(
         table: checks by name; None: all of `CHECKS`.
 
     Raises:
-        UsageError: the class cannot be imported or is no agent.
+        UsageError: the class cannot be imported or is not an agent.
         LaunchError: a worker process could not be started.
     """
     checks: list[CheckResult] = []
@@ -126,13 +126,13 @@ async def run_checks(
 
 
 async def single(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
-    """One episode alone: is the agent's logic right?"""
+    """Check one episode alone: is the agent's logic right?"""
     result = await run_episodes(source, plan.rows(1), plan.sizes("single", 1))
     return await _judged("single", result, plan, min_success_rate=1.0)
 
 
 async def concurrent(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
-    """All prompts and samples at once: does the agent's framework stand it?"""
+    """Check all prompts and samples at once: does the agent's framework withstand it?"""
     prompts, group_size = plan.settings.prompts, plan.settings.group_size
     sizes = plan.sizes("concurrent", prompts * group_size, group_size)
     return await _judged("concurrent", await run_episodes(source, plan.rows(prompts), sizes), plan)
@@ -207,9 +207,9 @@ async def one_row(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
     return await _judged("row", result, plan, min_success_rate=1.0)
 
 
-Check = Callable[[CheckPlan, EpisodeSource], Awaitable[CheckResult]]
-ROW_CHECK: Mapping[str, Check] = {"row": one_row}
-CHECKS: Mapping[str, Check] = {
+AgentCheck = Callable[[CheckPlan, EpisodeSource], Awaitable[CheckResult]]
+ROW_CHECK: Mapping[str, AgentCheck] = {"row": one_row}
+CHECKS: Mapping[str, AgentCheck] = {
     "single": single,
     "concurrent": concurrent,
     "grouped": grouped,

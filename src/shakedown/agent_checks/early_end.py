@@ -1,4 +1,4 @@
-"""Judge a run that ended early (pure): what was done counts, what was lost is nobody's failure."""
+"""Judge a run that ended early (pure): finished episodes count, lost ones are not failures."""
 
 import time
 from collections.abc import Sequence
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from shakedown.agent_checks.episodes import Episode, RunResult, Stop
 from shakedown.core.verdict import Finding
 
-# What a server that dies does to episodes.
+# Causes that a server that dies gives to episodes.
 _LOST_WITH_IT = frozenset({"not_asked", "connection", "connect_timeout", "truncated"})
 
 
 def judged_episodes(result: RunResult) -> list[Episode]:
-    """Those that ended by themselves; of a run that did not end early: all."""
+    """Episodes that ended by themselves; all of a run that did not end early."""
     stop = result.stop
     if stop is None:
         return list(result.episodes)
@@ -51,14 +51,14 @@ def stop_findings(result: RunResult) -> list[Finding]:
 
 
 def stop_sentence(result: RunResult, stop: Stop) -> str:
-    """What happened and when (local time), and how far the run had come."""
+    """The event and its local time, and how far the run had come."""
     episodes = result.episodes
     missing = sum(episode.cause == "not_asked" for episode in episodes)
     done = (
         f"{len(episodes) - missing} of {len(episodes)} episodes had ended, {missing} were not run"
     )
     if stop.gone_since:
-        since = f"the server is gone since {_clock(stop.gone_since)} ({stop.seen})"
+        since = f"the server has been gone since {_clock(stop.gone_since)} ({stop.seen})"
         return f"{since}; it last answered {_last_answer(episodes)}; {done}"
     return f"{stop.seen}: {done}"
 

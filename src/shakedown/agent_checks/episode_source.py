@@ -1,4 +1,4 @@
-"""Where checked episodes run: in the worker processes of training and, if it can be, its proxy."""
+"""Source of checked episodes: the worker processes of training and, if possible, its proxy."""
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
@@ -16,7 +16,7 @@ class EpisodeSource(Protocol):
     """Runs episodes in workers, and tells what these measured."""
 
     def group(self) -> AbstractAsyncContextManager[AgentGroup]:
-        """What the episodes of one group are given: one instance of the class runs them all."""
+        """The seat of one group's episodes: one instance of the class runs them all."""
 
     async def run_episode(
         self, data: str, *, group: AgentGroup | None = None, name: str = ""
@@ -30,7 +30,7 @@ class EpisodeSource(Protocol):
         """
 
     async def take_measured(self) -> Measured:
-        """What was measured since the last call."""
+        """The measurements since the last call."""
 
 
 def episode_source(
@@ -57,7 +57,7 @@ def episode_source(
         kwargs: for the class's constructor, of what JSON has a form for.
 
     Raises:
-        UsageError: on entering: the class cannot be imported or is no agent.
+        UsageError: on entering: the class cannot be imported or is not an agent.
         LaunchError: on entering: a process could not be started.
     """
     if not endpoint.base_url:

@@ -1,4 +1,4 @@
-"""Episodes and what was measured around them: the data that checks are judged by."""
+"""Episodes and their measurements: the data that checks are judged by."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,7 +88,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class RunResult:
-    """Every episode in order, and what was measured around them (times in seconds).
+    """Every episode in order, and the measurements around them (times in seconds).
 
     `stop`: why it ended early; None: it did not.
     """

@@ -1,4 +1,4 @@
-"""End a run of episodes early, and lose nothing of it: by a signal, or as its server is gone."""
+"""End a run of episodes early without losing any: by a signal, or as its server is gone."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.agents.wire import out_of_descriptors
 from shakedown.core.errors import LaunchError
 
-# An episode that fails so may be the first to meet a server that is gone.
+# Causes of an episode that may be the first to meet a server that is gone.
 _SUSPECT = frozenset({"connection", "connect_timeout", "truncated"})
 _ASK_AGAIN_SECONDS = 1.0
 

@@ -36,7 +36,7 @@ CLIENT_LIMITS = (
 
 @dataclass(frozen=True)
 class ServerProbe:
-    """What the server said when it was asked itself; `seconds` is the time of that answer.
+    """The server's own answer when it was asked; `seconds` is the time of that answer.
 
     `asked` is false when there was no URL to ask; `gone`: nothing listens at its address.
     """
@@ -56,7 +56,7 @@ def judge_run(
     check: str = "episodes",
     min_success_rate: float = 1.0,
 ) -> list[Finding]:
-    """One finding for the success rate, one a cause of failure, and the client's health."""
+    """One finding for the success rate, one per cause of failure, and the client's health."""
     good = sum(episode.ok for episode in result.episodes)
     total = len(result.episodes)
     judged = judged_episodes(result)
@@ -116,7 +116,7 @@ def metrics(result: RunResult) -> dict[str, float]:
 
 
 def _per_second(name: str, count: int, seconds: float) -> dict[str, float]:
-    """Nothing to tell of a count of 0, which may not be known."""
+    """The rate; none for a count of 0, which may mean that it is not known."""
     return {f"{name}_per_second": count / seconds} if count and seconds > 0 else {}
 
 
@@ -138,7 +138,7 @@ def _client_metrics(seen: Measured) -> dict[str, float]:
 
 
 def mean_rewards(episodes: Sequence[Episode]) -> list[float]:
-    """One number an episode that training would count; see `Episode.rewarded`."""
+    """One number per episode that training would count; see `Episode.rewarded`."""
     found = [episode.rewarded for episode in episodes]
     return [reward for reward in found if reward is not None]
 
@@ -155,7 +155,7 @@ def _statistics(rewards: Sequence[float]) -> dict[str, float]:
 
 
 def _never_reached(result: RunResult) -> bool:
-    """Whether no episode came to the server."""
+    """Whether no episode reached the server."""
     causes = ("connection", "connect_timeout", "not_asked")
     return all(each.cause in causes for each in result.episodes)
 
@@ -286,7 +286,7 @@ def _client_findings(seen: Measured) -> list[Finding]:
     blocking = [call for call in seen.http_calls if call.place]
     if blocking:
         findings.append(_blocking_finding(blocking))
-    if seen.tls_contexts > seen.workers:  # one a worker is what a shared client needs
+    if seen.tls_contexts > seen.workers:  # a shared client needs one per worker
         findings.append(_tls_finding(seen))
     return findings
 
@@ -313,7 +313,7 @@ def _health(check: str, value: float, limit: float, *, remedy: str, evidence: st
 
 
 def _blocking_finding(calls: Sequence[HttpCall]) -> Finding:
-    """Harmless to one episode alone, and with many each of them waits for all others' replies."""
+    """Synchronous requests: harmless alone, but with many episodes each waits for all others."""
     longest = max(calls, key=lambda call: call.blocking)
     return Finding(
         check="blocking_client",
@@ -343,7 +343,7 @@ def _tls_finding(seen: Measured) -> Finding:
 
 
 def _reward_findings(result: RunResult) -> list[Finding]:
-    """GRPO learns from differences inside a group: equal rewards everywhere teach nothing."""
+    """Groups of equal rewards: GRPO learns from differences inside a group alone."""
     groups = [mean_rewards(members) for members in result.groups().values()]
     full = [rewards for rewards in groups if len(rewards) > 1]
     if not full:
@@ -383,6 +383,6 @@ def summary(result: RunResult, server: ServerProbe) -> str:
 
 
 def to_extra(result: RunResult) -> dict[str, Any]:
-    """What a reader may want beside the metrics: failures by cause, blocks of the loop."""
+    """Facts beside the metrics: failures by cause, blocks of the loop."""
     causes = Counter(episode.cause for episode in result.episodes if not episode.ok)
     return {"failures": dict(causes), "blocked_at": dict(result.measured.blocked_at)}

@@ -30,7 +30,7 @@ class Recordable:
         return not self.why_not
 
     def findings(self) -> list[Finding]:
-        """Nothing where no server said anything."""
+        """The findings; none where no server answered."""
         if not self.answered:
             return []
         recorded = Finding(
@@ -86,7 +86,7 @@ async def ask_recordable(endpoint: AgentEndpoint, *, seconds: float = 60.0) -> R
 
 
 async def _tried(upstream: Upstream, endpoint: AgentEndpoint, seconds: float) -> Recordable:
-    """Asked without what the server refuses, while that helps."""
+    """Ask again without the values that the server refuses, while that helps."""
     refused, first = frozenset[str](), ""
     while True:
         sent, _, _ = prepare({"model": endpoint.model, **_ASKED}, Sampling(1.0, 1, refused=refused))

@@ -1,4 +1,4 @@
-"""What a run of an agent class, or its checks, leave: a verdict, and a line of each episode."""
+"""Results of a run of an agent class, or of its checks: a verdict, and one line per episode."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Run rows of data as groups of episodes, at most so many at once, and gather what came of them."""
+"""Run rows of data as groups of episodes, at most so many at once, and gather their results."""
 
 import asyncio
 import dataclasses
@@ -17,7 +17,7 @@ _STOP_SECONDS = 2.0  # for what was measured, after a signal
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How to run: episodes at once, and samples a row.
+    """How to run: episodes at once, and samples per row.
 
     `fail_on_purpose`: numbers of episodes that fail, to show that others do not suffer. `on_end`:
     is told of each episode when it has ended. `halt`: ends the run early; one for all runs that end
@@ -67,7 +67,7 @@ class EpisodeRunner:
         return RunResult(ordered, await self._measured(), seconds, self._settings.halt.stop)
 
     async def _measured(self) -> Measured:
-        """After a signal nobody waits for a worker that is blocked."""
+        """The measurements; after a signal nobody waits for a worker that is blocked."""
         stop = self._settings.halt.stop
         try:
             async with asyncio.timeout(_STOP_SECONDS if stop and stop.signal else None):

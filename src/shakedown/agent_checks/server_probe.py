@@ -39,7 +39,7 @@ async def ask_server(base_url: str, api_key: str = "", *, seconds: float = 10.0)
 
 
 def find_endpoint(base_url: str | None, model: str, api_key: str = "") -> AgentEndpoint:
-    """The normalised URL; nothing is asked.
+    """The endpoint with a normalised URL; no request is sent.
 
     Args:
         base_url: None takes OPENAI_BASE_URL of the environment.

@@ -1,4 +1,4 @@
-"""What to do about causes seen on the wire, and calls that failed in good episodes (pure)."""
+"""Advice for causes seen on the wire, and calls that failed in good episodes (pure)."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from shakedown.agent_checks.episodes import Episode, RunResult
 from shakedown.agents.wire import TO_ENGINE
 from shakedown.core.verdict import Blame, Finding
 
-# Of causes that are seen on the wire alone.
+# Advice for causes that are seen on the wire alone.
 WIRE_REMEDIES: Mapping[str, tuple[Blame, str]] = {
     "hanging": (
         "environment",
@@ -36,7 +36,7 @@ _LOST_ON_THE_WAY = frozenset({"connection", "connect_timeout", "truncated"})
 
 
 def lost_on_the_way(cause: str, episodes: Sequence[Episode]) -> tuple[Blame, str] | None:
-    """Of episodes that lost a call between the recording proxy and the engine; None: of others."""
+    """Advice where episodes lost a call between the proxy and the engine; None for others."""
     if cause not in _LOST_ON_THE_WAY or any(each.hop != TO_ENGINE for each in episodes):
         return None
     return (

@@ -1,4 +1,4 @@
-"""Agents in worker processes: code that blocks, loops or exits cannot starve who waits for it.
+"""Agents in worker processes: code that blocks, loops or exits cannot starve its caller.
 
     endpoint = AgentEndpoint("http://127.0.0.1:8000/v1", "None", "policy")
     async with AgentPool(AgentSetup("my/agent.py:MyAgent", endpoint)) as pool:
@@ -27,7 +27,7 @@ from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.agents.event_loop_lag import CpuWait
 from shakedown.agents.imports import worker_errors
 from shakedown.agents.measured import Measured, merged
-from shakedown.agents.wire import Outcome, Sent, judged, last_answer, unknown_ids
+from shakedown.agents.wire import Sent, WireOutcome, judged, last_answer, unknown_ids
 from shakedown.core.errors import ShakedownError
 from shakedown.debug import debug_settings
 from shakedown.processes.workers import UNREADABLE, Seat, Worker, WorkerLostError, WorkerPool
@@ -43,7 +43,7 @@ _SILENCE_SECONDS = 10.0 + ALIVE_SECONDS
 
 @dataclass(frozen=True)
 class AgentSetup:
-    """What every worker is told.
+    """The setup that every worker is given.
 
     `target`: as `shakedown agent run` takes it. `seconds`: that an episode may take. `recorded`:
     the endpoint is a proxy, to which requests name their episode and which sees them. `measure`:
@@ -64,7 +64,7 @@ class AgentSetup:
 
 @dataclass(frozen=True)
 class AgentResult:
-    """What became of one episode.
+    """The result of one episode.
 
     `cause` is empty when it went well, else a key of `causes.CAUSES`; `status` is the HTTP status
     that failed it, else 0; `trace` is the traceback of an exception in the agent. `seconds`: wall
@@ -73,7 +73,7 @@ class AgentResult:
     replies, and those of them that the server did not answer well; `lost`: how many of these by
     hop, `resent`: those that were sent again and answered; `answered`: when it last answered one,
     as Unix time, 0 for never. `hop`: of the call that failed the episode. `by_agent`: as in
-    `Outcome`.
+    `WireOutcome`.
     """
 
     reward: Reward | None = None
@@ -93,12 +93,12 @@ class AgentResult:
     by_agent: bool = False
 
     def by_wire(self, sent: Sent) -> "AgentResult":
-        """What became of it by what came back of its requests."""
+        """The result, corrected by the answers to its requests."""
         calls = sent.calls
-        found = judged(Outcome(self.cause, self.detail, self.status), sent, self.seconds)
+        found = judged(WireOutcome(self.cause, self.detail, self.status), sent, self.seconds)
         wrong = unknown_ids(self.reward, calls) if not found.cause else ""
         if wrong:
-            found = Outcome("bad_return", wrong)
+            found = WireOutcome("bad_return", wrong)
         return dataclasses.replace(
             self,
             **vars(found),
@@ -124,13 +124,13 @@ class _AgentWorker(Worker):
         self._failure: AgentResult | None = None
 
     def read_replies(self, patience: float) -> None:
-        """From now on hand results out; the process may be silent for `patience` seconds."""
+        """Start to hand out results; the process may be silent for `patience` seconds."""
         self._reading = asyncio.create_task(self._read(patience))
 
     async def run(
         self, data: str, key: str, base_url: str, api_key: str, group: str
     ) -> AgentResult:
-        """Hand an episode over and wait for what becomes of it."""
+        """Hand an episode over and wait for its result."""
         if self._failure is not None:  # it ended between its start and this call
             return self._failure
         future: asyncio.Future[AgentResult] = asyncio.get_running_loop().create_future()
@@ -145,7 +145,7 @@ class _AgentWorker(Worker):
         return dataclasses.replace(result, seconds=time.monotonic() - began)
 
     async def take_measured(self) -> Measured:
-        """What was measured since the last call, which has ended; nothing of a lost process."""
+        """The measurements since the last call, which has ended; none of a lost process."""
         if self._failure is not None:
             return Measured()
         self._measuring = asyncio.get_running_loop().create_future()
@@ -153,7 +153,7 @@ class _AgentWorker(Worker):
         return await self._measuring
 
     async def end(self) -> None:
-        """Also stop reading."""
+        """End the process and stop reading."""
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
@@ -201,7 +201,7 @@ class _AgentWorker(Worker):
             self._measuring.set_result(Measured.read(reply["measured"]))
 
     def _fail(self, cause: str, detail: str) -> None:
-        """The process is of no use any more: all its episodes have failed."""
+        """Fail all episodes of the process, which is unusable from now on."""
         self.kill()
         self._failure = AgentResult(cause=cause, detail=detail)
         for future in self._waiting.values():
@@ -219,7 +219,7 @@ class AgentGroup(Seat[_AgentWorker]):
 
 
 class AgentPool(WorkerPool[_AgentWorker]):
-    """Runs one agent class in processes of its own, many episodes in each.
+    """Runs one agent class in dedicated processes, many episodes in each.
 
     Args:
         setup: what to run.
@@ -232,7 +232,7 @@ class AgentPool(WorkerPool[_AgentWorker]):
 
     @contextlib.asynccontextmanager
     async def group(self) -> AsyncIterator[AgentGroup]:
-        """What the episodes of one group are given: one instance of the class runs them all."""
+        """The seat of one group's episodes: one instance of the class runs them all."""
         group = AgentGroup(name=str(next(self._numbers)))
         try:
             yield group
@@ -275,7 +275,7 @@ class AgentPool(WorkerPool[_AgentWorker]):
         return result.by_wire(result.sent)
 
     async def take_measured(self) -> Measured:
-        """What all workers measured since the last call; one caller at a time."""
+        """The measurements of all workers since the last call; one caller at a time."""
         return merged(
             await asyncio.gather(*(worker.take_measured() for worker in self.workers_alive))
         )
@@ -302,7 +302,7 @@ async def _started(kind: type[W], setup: AgentSetup, seconds: float) -> W:
 async def agent_fault(
     target: str, kwargs: Mapping[str, Any] | None = None, *, seconds: float
 ) -> str:
-    """What is wrong with an agent, found in a process of its own; empty when it can be used.
+    """The fault of an agent, found in a separate process; empty when it can be used.
 
     Args:
         kwargs: for the constructor, of what JSON has a form for.

@@ -59,10 +59,10 @@ class _Running:
 
 
 class Host:
-    """Runs episodes until standard input ends, in a process that it has to itself.
+    """Runs episodes until standard input ends, in a dedicated process.
 
     Raises:
-        UsageError: the class cannot be imported or is no agent.
+        UsageError: the class cannot be imported or is not an agent.
     """
 
     def __init__(self, setup: dict[str, Any], streams: WorkerStreams) -> None:
@@ -127,7 +127,7 @@ class Host:
             raise AgentExitError(f"the agent raised {type(error).__name__}: {error}") from error
 
     def _instance(self, group: str) -> Any:
-        """One a group, as AReaL has it; without a group one an episode.
+        """One instance per group, as AReaL has it; without a group one per episode.
 
         Each has values of its own: an agent may change a list it is given. They came as JSON, so
         that this copy is a whole one.
@@ -160,7 +160,7 @@ class Host:
         )
 
     def _without_key(self, text: str) -> str:
-        """An agent's exception may quote its arguments, and is written into verdicts and logs."""
+        """The text without the key: exceptions may quote it, and go into verdicts and logs."""
         key = self._endpoint.api_key
         return text.replace(key, "***") if len(key) > _NO_SECRET else text
 
@@ -172,7 +172,7 @@ class Host:
         while True:
             await asyncio.sleep(_TICK)
             now, without = time.monotonic(), cpu.seconds()
-            # What other programs take of the machine is no episode's time.
+            # CPU time that other programs take does not count for any episode.
             turn = max(0.0, now - before - (without - waited))
             spent = 0.0 if is_held() else min(turn, _MOST_COUNTED)
             before, waited = now, without
@@ -187,14 +187,14 @@ class Host:
                     self._forget_measured()  # nobody asks for it, and a stage may run for days
 
     def _alive_while_held(self) -> None:
-        """A debugger that an agent started holds the loop for as long as a person needs."""
+        """Stay alive for the parent while a debugger that an agent started holds the loop."""
         while True:
             time.sleep(ALIVE_SECONDS)
             if is_held():
                 self._streams.say(alive=True)
 
     def _expire(self, key: str) -> None:
-        """Tell it at once; a task that ignores its cancellation is left behind, unheard."""
+        """Report it at once; a task that ignores its cancellation is abandoned."""
         running = self._running.pop(key)
         running.task.cancel()
         detail = f"no result after {self._monitor.limit:g} s"
@@ -202,7 +202,7 @@ class Host:
         self._streams.say(key=key, cause="episode_timeout", detail=detail, wire=wire)
 
     def _take_measured(self) -> dict[str, Any]:
-        """What was measured since the last time."""
+        """The measurements since the last call."""
         measured = Measured(
             http_calls=self._http.calls,
             lags=self._monitor.lags,
@@ -257,7 +257,7 @@ def main() -> int:
 
 
 def _end_with(parent: int) -> None:
-    """Also while an agent blocks the event loop, which then sees no end of its input."""
+    """End with the parent, even while a blocked event loop cannot see the end of its input."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(0)

@@ -1,4 +1,4 @@
-"""AReaL's workflows as agents: a class with `arun_episode(engine, data)` in the place of `run`.
+"""AReaL's workflows as agents: a class with `arun_episode(engine, data)` instead of `run`.
 
 `engine.agenerate(request)` becomes one completion of the request's token ids at `base_url`, and so
 is recorded and trained like any call of an agent. The reward is what stands in `rewards` of the
@@ -63,7 +63,7 @@ class WorkflowAgent:
     workflow: ClassVar[type]
 
     def __init__(self, **kwargs: Any) -> None:
-        """All but the tokenizer, whose server may not be there yet.
+        """Prepare all but the tokenizer, whose server may not be up yet.
 
         Raises:
             TypeError: an argument is missing, or one of `gconfig` is unknown.
@@ -99,7 +99,7 @@ class WorkflowAgent:
             source = self._kwargs.get("tokenizer") or getattr(served, "root", None)
             if not source:
                 raise UsageError(
-                    "the server does not tell where its model lies, whose tokenizer is needed",
+                    "the server does not say where its model is stored, whose tokenizer is needed",
                     hint="give the constructor's argument tokenizer: a folder or a hub name",
                 )
             self._kwargs["tokenizer"] = _tokenizer(str(source))
@@ -107,7 +107,7 @@ class WorkflowAgent:
 
 
 class WorkflowEngine:
-    """What a workflow is given as its `engine`."""
+    """The `engine` that a workflow is given."""
 
     def __init__(self, client: Any, model: str) -> None:
         self._client, self._model = client, model
@@ -117,7 +117,7 @@ class WorkflowEngine:
         return 0
 
     async def agenerate(self, req: Any) -> Any:
-        """AReaL's ModelResponse to its ModelRequest; what is asked is what AReaL asks of vLLM.
+        """AReaL's ModelResponse to its ModelRequest, with the request that AReaL sends to vLLM.
 
         Raises:
             ValueError: more than one sample is asked for, images, a prompt that leaves no room, or
@@ -166,12 +166,12 @@ class WorkflowEngine:
 
 
 def rewards_of(result: Any) -> Any:
-    """What `run` returns for the result of `arun_episode`.
+    """The value that `run` returns for the result of `arun_episode`.
 
     Args:
         result: tensors by name, of which `rewards` is read, or interactions with a `reward` each by
-            completion id. Anything else is no reward, as is None, by which a workflow rejects the
-            episode: it comes back as it is.
+            completion id. Anything else comes back as it is, such as None, by which a workflow
+            rejects the episode.
     """
     if isinstance(result, Mapping) and hasattr(result.get("rewards"), "reshape"):
         values = result["rewards"].reshape(-1).tolist()
@@ -182,7 +182,7 @@ def rewards_of(result: Any) -> Any:
 
 
 def _function(target: str) -> Any:
-    """Of AReaL's form, or with a colon before the name as everywhere here."""
+    """The function, named in AReaL's form or with a colon before the name as everywhere here."""
     place = target if ":" in target else ":".join(target.rpartition(".")[::2])
     module, name = load_target(place, what="reward_fn", name="function")
     found = getattr(module, name, None)

@@ -1,4 +1,4 @@
-"""What an episode asked a server and was answered: kept for people to read, within bounds.
+"""Log of an episode's calls and their replies: kept for people to read, within bounds.
 
 The recording proxy sees all of a call (`seen_by: proxy`). The relay before a server whose replies
 cannot be recorded reads replies of chat completions, and no tokens (`seen_by: relay`).
@@ -24,8 +24,8 @@ class LoggedCall:
     """One request of an agent and its reply; texts are cut to what there is room for.
 
     `protocol`: the path below `/v1`. `messages`: in the form of chat completions (of a client: as
-    sent), without the first `repeats` ones, which are those of the call before; `messages_left_out`
-    counts others that are not kept. `replies`: one a choice, `text`, `finish_reason` and, where
+    sent), without the first `repeats` ones, the same as in the call before; `messages_left_out`
+    counts others that are not kept. `replies`: one per choice: `text`, `finish_reason` and, if
     there are any, `reasoning` and `tool_calls`. `status`: as the agent saw it, 0 without an answer.
     `seconds`: to the reply's end; of a client, to its headers. `hop`: where it failed or had to be
     sent again; `outcome`: of a call that the proxy saw; `resent`: how often it was sent again.
@@ -71,7 +71,7 @@ class CallLog:
         return call
 
     def add_messages(self, call: LoggedCall, messages: Any) -> None:
-        """What was sent; anything but an array is kept as one message, null as none."""
+        """Add the request's messages; anything but an array is one message, null is none."""
         found = messages if isinstance(messages, list) else [] if messages is None else [messages]
         texts = [json.dumps(each, ensure_ascii=False) for each in found]
         marks = [hash(text) for text in texts]
@@ -115,5 +115,5 @@ class CallLog:
 
 
 def _is_flat(text: str) -> bool:
-    """Whoever reads the file parses it: what is nested too deeply for that is kept as text."""
+    """Whether a reader of the file can parse it: deeper nesting is kept as text."""
     return text.count("[") + text.count("{") <= _MOST_NESTED

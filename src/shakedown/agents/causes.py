@@ -19,14 +19,14 @@ CAUSES: dict[str, str] = {
     "read_timeout": "the server took the request and did not answer within the client's timeout",
     "hanging": "the server took a call and had not answered it when the episode's time was over",
     "truncated": "the server's reply broke off in the middle of its body or stream",
-    "bad_reply": "the server's reply is none of a model, such as HTML, or cannot be recorded",
+    "bad_reply": "the server's reply is not a model's (HTML, for example) or cannot be recorded",
     "file_descriptors": "the process could open no further file or connection (ulimit -n)",
     "episode_timeout": "the episode took longer than --episode-timeout",
     "unknown_model": "the server does not serve the model that the agent names",
     "api_status": "the server answered with an error status",
     "no_call": "`run` returned a reward, and no chat call of it was recorded to be trained on",
-    "bad_return": "`run` returned something that is no reward, or rewards for unknown ids",
-    "shared_history": "its prompt has what was sampled for an episode of another row",
+    "bad_return": "`run` returned something that is not a reward, or rewards for unknown ids",
+    "shared_history": "its prompt contains text sampled for an episode of another row",
     "blocked_loop": "the agent blocked the event loop until it was interrupted",
     "exit": "the agent ended the process (sys.exit)",
     "exception": "an exception in the agent's own code",
@@ -109,7 +109,7 @@ def _transport_cause(links: Sequence[BaseException]) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception and what it was raised from, outermost first; ends on a cycle."""
+    """The exception and its explicit causes, outermost first; ends on a cycle."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

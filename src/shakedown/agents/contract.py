@@ -15,14 +15,14 @@ from shakedown.agents.areal_workflow import as_agent, is_workflow
 from shakedown.agents.imports import last_frame, load_target
 from shakedown.core.errors import UsageError, did_you_mean
 
-# What every agent is given by keyword; AReaL gives the same three.
+# Keyword arguments that every agent is given; AReaL gives the same three.
 EXTRA_KWARGS = ("base_url", "api_key", "http_client")
 
 Reward = float | dict[str, float]
 
 
 class BadReturnError(ValueError):
-    """An agent returned something that is no reward."""
+    """An agent returned something that is not a reward."""
 
 
 class AgentExitError(Exception):
@@ -103,7 +103,7 @@ def _built(agent: type, target: str, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _check_names(agent: type, target: str, kwargs: Mapping[str, Any]) -> None:
-    """Wrong names alone: what is missing shows when the class is built."""
+    """Check for wrong names alone: a missing argument shows when the class is built."""
     try:
         signature = inspect.signature(agent)
     except (TypeError, ValueError):  # built in C, or by a metaclass that tells nothing
@@ -134,7 +134,7 @@ def judge_return(value: object) -> Reward:
     Real numbers of any kind count (int, Fraction, numpy's scalars).
 
     Raises:
-        BadReturnError: bool, None, text, NaN, infinity, arrays, an empty dict, a key that is no id.
+        BadReturnError: bool, None, text, NaN, infinity, arrays, an empty dict, a bad key.
     """
     if not isinstance(value, dict):
         return judge_number(value, "the reward")
@@ -142,7 +142,7 @@ def judge_return(value: object) -> Reward:
         raise BadReturnError("an empty dict rewards no completion; return {completion.id: reward}")
     for key in value:
         if not isinstance(key, str) or not key:
-            raise BadReturnError(f"key {key!r:.60} of the reward dict is no completion id (text)")
+            raise BadReturnError(f"reward key {key!r:.60} is not a completion id (text)")
     return {key: judge_number(item, f"the reward of {key!r:.60}") for key, item in value.items()}
 
 

@@ -1,4 +1,4 @@
-"""What an agent finds in its process: where to send requests, as which episode, and a client."""
+"""The endpoint of an agent's process: where to send requests, as which episode, and a client."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""episodes.jsonl: one line an episode, written when it ends.
+"""episodes.jsonl: one line per episode, written when it ends.
 
 A process that is killed loses no episode that had ended; the line that it was writing is torn.
 """
@@ -17,13 +17,13 @@ from shakedown.core.rows import JsonLines
 
 
 class EpisodeLines:
-    """A new file of episodes, in the place of an older one; use it in a `with` block.
+    """A new file of episodes that replaces an older one; use it in a `with` block.
 
     Only its owner (and with `group_reads` its group) can read it: prompts may be secret.
 
     Raises:
         StorageError: it cannot be written.
-        UntrustedError: in its place is something that another user could have put there.
+        UntrustedError: the path holds something that another user could have put there.
     """
 
     def __init__(self, path: Path) -> None:

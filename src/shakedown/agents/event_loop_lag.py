@@ -35,7 +35,7 @@ class LoopBlockedError(BaseException):
 
 
 class CpuWait:
-    """Tells how long a thread has waited for a CPU; a process is its main thread here."""
+    """The time that a thread has waited for a CPU; a process is its main thread here."""
 
     def __init__(self, thread: int) -> None:
         # Kept open: an agent may use up all descriptors.
@@ -45,14 +45,14 @@ class CpuWait:
             self._file = -1
 
     def seconds(self) -> float:
-        """Since the thread began; always 0 where the kernel does not count it."""
+        """The wait since the thread began; always 0 where the kernel does not count it."""
         try:
             return int(os.pread(self._file, 128, 0).split()[1]) / 1e9
         except (OSError, LookupError, ValueError):
             return 0.0
 
     def close(self) -> None:
-        """From here on it tells 0."""
+        """Close the file; `seconds` is 0 from here on."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from shakedown.agents.reward_pool import RewardFailure, RewardLimits
 from shakedown.core.errors import ExitCode, ShakedownError
 
-# Calls that the share is at least of: of the first few one alone would be a large part.
+# Fewest calls that the share is taken of: one of the first few would be a large part.
 _FEWEST = 100
 
 
@@ -62,7 +62,7 @@ class RewardTally:
 
     @property
     def failures(self) -> Counter[str]:
-        """By their cause."""
+        """Failures by their cause."""
         return self._failed.causes
 
     def values(
@@ -81,7 +81,7 @@ class RewardTally:
         return 0.0
 
     def check(self) -> None:
-        """End what no longer measures the answers.
+        """Raise when the rewards no longer measure the answers.
 
         Raises:
             BadRewardError: more calls failed than may.

@@ -1,4 +1,4 @@
-"""Watch an unchanged agent's HTTP requests in its own process: what no server sees of them.
+"""Watch an unchanged agent's HTTP requests in its own process, where no server sees them.
 
 Names the episode on each request to the server, measures waits for the client's pool, connects and
 blocks of the event loop, and notes requests that never came to the server or went elsewhere.
@@ -48,7 +48,7 @@ class HttpWatch:
         seen_there: the server there sees all that comes to it: told are the calls that had no
             answer.
 
-    `calls`: one a request. `tls_contexts`, `tls_seconds_each`: as in `Measured`.
+    `calls`: one per request. `tls_contexts`, `tls_seconds_each`: as in `Measured`.
     """
 
     def __init__(self, base_url: str, *, seen_there: bool) -> None:
@@ -64,7 +64,7 @@ class HttpWatch:
 
         Args:
             share_tls: let clients that ask for the default TLS context share one. An agent that
-                opens a client an episode spends 20 ms or more of the event loop on each.
+                opens one client per episode spends 20 ms or more of the event loop on each.
         """
         waits: Any = http.client.HTTPConnection
         waits.getresponse = self._watching_http_client(waits.getresponse)
@@ -138,7 +138,7 @@ class HttpWatch:
             seen.blocking = time.perf_counter() - began
 
     def _tag(self, request: Any) -> None:
-        """No other server sees the header."""
+        """Add the episode's header, which no other server sees."""
         key = EPISODE_KEY.get()
         if key and self._place is not None and _address(str(request.url)) == self._place:
             request.headers[HEADER] = key
@@ -175,7 +175,7 @@ class HttpWatch:
     def _watching_http_client(self, original: Callable[[Any], Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def getresponse(connection: Any) -> Any:
-            # What it was asked stands in no public attribute; without it every answer counts.
+            # The request is in no public attribute; without it every answer counts.
             method = getattr(connection, "_method", None) or "POST"
             url = f"//{connection.host}:{connection.port}"
             with self._asked(method, url) as call, self._blocking() as seen:
@@ -235,7 +235,7 @@ def _failed(call: WireCall, error: BaseException) -> None:
 
 
 def _answered(call: WireCall, status: int, kind: str | None) -> None:
-    """By the answer's head: HTML is told by its type."""
+    """End the call by the answer's head: HTML is recognised by its type."""
     call.heard = time.time()
     html = status < 400 and "html" in (kind or "").lower()
     fault = "api_status" if status >= 400 else "bad_reply" if html else ""

@@ -15,7 +15,7 @@ from shakedown.stacks.frames import owner_of
 
 
 def load_target(target: str, *, what: str, name: str) -> tuple[ModuleType, str]:
-    """Import what stands before the colon.
+    """Import the module named before the colon.
 
     Args:
         target: `package.module:name`, searched from the current folder, or `path/to/file.py:name`.

@@ -1,4 +1,4 @@
-"""What worker processes measure around their episodes, and how it comes to their parent."""
+"""Measurements that worker processes take around their episodes, as their parent reads them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -32,7 +32,7 @@ _HARMLESS: tuple[Cause, ...] = ("exception", "bad_return")
 
 @dataclass(frozen=True)
 class RewardLimits:
-    """What one call may take. `seconds`: wall time. `memory_gb`: GiB of a worker's data.
+    """Limits of one call. `seconds`: wall time. `memory_gb`: GiB of a worker's data.
 
     `failed_share`: of all calls, that may fail.
     """
@@ -44,7 +44,7 @@ class RewardLimits:
 
 @dataclass(frozen=True)
 class RewardFailure:
-    """A call without a reward: its cause, and what a person needs to see."""
+    """A call without a reward: its cause, and the details for a person."""
 
     cause: Cause
     detail: str
@@ -102,7 +102,7 @@ class _RewardWorker(Worker):
 
 
 class RewardPool(WorkerPool[_RewardWorker]):
-    """Runs one reward function in processes of its own.
+    """Runs one reward function in dedicated processes.
 
     Args:
         reward: a name of the registry, `package.module:function` or `path/to/file.py:function`.
@@ -185,7 +185,7 @@ async def score_rows(
 
 
 async def reward_fault(reward: str, limits: RewardLimits | None = None) -> str:
-    """What is wrong with a reward, found in a process of its own; empty when it can be used."""
+    """The fault of a reward, found in a separate process; empty when it can be used."""
     try:
         async with RewardPool(reward, limits, workers=1):
             return ""

@@ -5,7 +5,7 @@ Reads JSON lines from standard input, the first one its setup, then requests:
     {"reward": NAME, "import_seconds": S, "seconds": S, "bytes": B}
                                                      -> {} or {"fault": TEXT}
     {"completions": [TEXT...], "answer": TEXT, "row": {COLUMN: VALUE...}}
-                                                     -> a line each: {"value": V} or
+                                                     -> one line each: {"value": V} or
                                                         {"cause": CAUSE, "detail": TEXT}
 
 The process limits itself, so that it ends also when nobody is left to end it: an alarm ends a call
@@ -78,7 +78,7 @@ def _fault(cause: str, detail: str) -> dict[str, Any]:
 
 
 def _limit_memory(limit: int) -> None:
-    """Data only: libraries that are mapped and not written to do not count."""
+    """Limit the data alone: libraries that are mapped and not written to do not count."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

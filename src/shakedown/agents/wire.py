@@ -1,8 +1,8 @@
-"""What came back of an episode's requests, and what that says of the episode (pure).
+"""Answers to an episode's requests, and the outcome that they imply (pure).
 
-An agent may catch every error and return a number. What its requests were answered says whether
-the number means anything: the proxy before the server sees them, and the worker's HTTP libraries
-those that never came to it.
+An agent may catch every error and return a number. The answers to its requests show whether the
+number means anything: the proxy before the server sees them, and the worker's HTTP libraries see
+those that never reached it.
 """
 
 import errno
@@ -20,7 +20,7 @@ _EXPLAINED = frozenset(
 TO_PROXY, TO_ENGINE, ENGINE = "agent to proxy", "proxy to engine", "engine"
 TO_SERVER = "agent to server"
 _AT_ENGINE = frozenset({"api_status", "unknown_model", "bad_reply", "read_timeout"})
-# Refusals that are of the key, the time or the load, not of what the agent asks for.
+# Refusals because of the key, the time or the load, not because of the request.
 _NOT_OF_THE_CALL = frozenset({401, 403, 407, 408, 429})
 _AT_ONCE = 2.0  # seconds between the end of an episode's time and of the call that it was in
 _MOST_LISTED = 5  # ids in a message
@@ -53,7 +53,7 @@ class WireCall:
 
     @property
     def outcome(self) -> str:
-        """What became of it, for people."""
+        """The call's outcome, for people."""
         if self.good:
             return "retried and answered" if self.resent else "answered"
         return "lost" if self.failed else "left"
@@ -64,18 +64,18 @@ class WireCall:
 
     @property
     def failed(self) -> bool:
-        """It had no good reply, and not because the agent left it."""
+        """Whether it had no good reply, and not because the agent left it."""
         return bool(self.fault) and self.fault != "no_call"
 
     @property
     def unanswered(self) -> bool:
-        """It is open, or was left by the agent before its end."""
+        """Whether it is open, or was left by the agent before its end."""
         return not self.ended or self.fault == "no_call"
 
     def end(
         self, status: int, fault: str = "", detail: str = "", reply: str = "", hop: str = ""
     ) -> None:
-        """It is over; only the first call of this counts. `hop`: as the recording proxy knows."""
+        """End the call; only the first end counts. `hop`: as the recording proxy knows."""
         if not self.ended:
             self.status, self.fault, self.reply = status, fault, reply
             if fault and fault != "no_call":
@@ -86,18 +86,18 @@ class WireCall:
             self.detail, self.ended = " ".join(detail.split())[:400], time.time()
 
     def resend(self, why: str) -> None:
-        """The recording proxy had no answer of the engine, and asks it again."""
+        """Note that the proxy had no answer of the engine and sends the call again."""
         self.resent, self.hop, self.detail = self.resent + 1, TO_ENGINE, why
 
     def leave(self, status: int = 0) -> None:
-        """The agent left it before the reply's end."""
+        """Note that the agent left the call before the reply's end."""
         seconds = time.time() - self.began
         self.end(status, "no_call", f"left by the agent after {seconds:.1f} s, before its end")
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What an episode's worker saw of its requests for replies.
+    """An episode's requests for replies, as its worker saw them.
 
     `calls`: in the order in which they began. `elsewhere`: how many went to other addresses than
     base_url, by address.
@@ -117,8 +117,8 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of an episode; the names are those of `AgentResult`."""
+class WireOutcome:
+    """The outcome of an episode; the names are those of `AgentResult`."""
 
     cause: str = ""
     detail: str = ""
@@ -127,7 +127,7 @@ class Outcome:
 
     @property
     def by_agent(self) -> bool:
-        """Whether the agent's own code failed, or asked for what is refused.
+        """Whether the agent's own code failed, or made a request that is refused.
 
         Else a call was lost on its way or at the engine, or the machine has no descriptor left.
         """
@@ -135,8 +135,8 @@ class Outcome:
         return self.cause not in ("", "file_descriptors") and (not self.hop or refused)
 
 
-def judged(told: Outcome, sent: Sent, seconds: float) -> Outcome:
-    """What became of the episode by what came back of its requests.
+def judged(told: WireOutcome, sent: Sent, seconds: float) -> WireOutcome:
+    """The outcome of the episode, judged by the answers to its requests.
 
     Args:
         told: what the agent's return or exception says.
@@ -152,10 +152,10 @@ def judged(told: Outcome, sent: Sent, seconds: float) -> Outcome:
         return told
     failed = [call for call in calls if call.failed]
     if not failed:
-        return Outcome("no_call", _no_call(sent))
+        return WireOutcome("no_call", _no_call(sent))
     last = failed[-1]
     what = f"run returned a reward and none of its {len(calls)} calls was answered well"
-    return Outcome(last.fault, f"{what}, the last one: {last.detail}", last.status, last.hop)
+    return WireOutcome(last.fault, f"{what}, the last one: {last.detail}", last.status, last.hop)
 
 
 def with_lost(
@@ -184,7 +184,7 @@ def with_lost(
 
 
 def unknown_ids(reward: object, calls: Sequence[WireCall]) -> str:
-    """Why the keys of a dict of rewards are none; empty where each is the id of a good reply.
+    """Why the keys of a dict of rewards are invalid; empty where each is the id of a good reply.
 
     Nothing is said where a library was used of whose replies nothing but the status is seen.
     """
@@ -251,8 +251,8 @@ def _links(error: BaseException | None) -> Iterator[BaseException]:
             found += link.exceptions
 
 
-def _raised(told: Outcome, sent: Sent) -> Outcome:
-    """Where the last request failed, by what it failed."""
+def _raised(told: WireOutcome, sent: Sent) -> WireOutcome:
+    """The outcome of an agent that raised: the last request's failure, where there is one."""
     calls = sent.calls
     if not calls and sent.elsewhere:
         return replace(told, detail=f"{told.detail}; its requests went to {_places(sent)}")
@@ -261,17 +261,18 @@ def _raised(told: Outcome, sent: Sent) -> Outcome:
     last = calls[-1]
     if told.cause == "read_timeout" and last.unanswered:  # the agent's client gave it up
         return replace(told, hop=ENGINE)
-    # A reward that is none, after good replies, is the agent's own.
+    # An invalid reward after good replies is the agent's own fault.
     own = told.cause == "bad_return" and any(call.good for call in calls)
     if own or not last.failed:
         return told
     if last.status and last.status == told.status:
         return replace(told, hop=last.hop)
-    return Outcome(last.fault, f"{last.detail}; in the agent: {told.detail}", last.status, last.hop)
+    detail = f"{last.detail}; in the agent: {told.detail}"
+    return WireOutcome(last.fault, detail, last.status, last.hop)
 
 
-def _late(told: Outcome, calls: Sequence[WireCall], seconds: float) -> Outcome:
-    """By its requests where they took more than half of its time; else its own work did."""
+def _late(told: WireOutcome, calls: Sequence[WireCall], seconds: float) -> WireOutcome:
+    """The outcome after the time-out: by its requests where they took more than half its time."""
     good = max((place for place, call in enumerate(calls, start=1) if call.good), default=0)
     failed = [call for call in calls[good:] if call.failed]
     waited, half = _open_for(calls), seconds / 2
@@ -280,12 +281,12 @@ def _late(told: Outcome, calls: Sequence[WireCall], seconds: float) -> Outcome:
     if failed and spent + (waited if waited <= half else 0.0) > half:
         last = failed[-1]
         what = f"{told.detail}; {len(failed)} calls were not answered well, the last one"
-        return Outcome(last.fault, f"{what}: {last.detail}", last.status, last.hop)
+        return WireOutcome(last.fault, f"{what}: {last.detail}", last.status, last.hop)
     return _hanging(told, calls, seconds)
 
 
 def _open(calls: Sequence[WireCall]) -> list[WireCall]:
-    """Those that the end of the episode's time met."""
+    """The calls that were open when the episode's time ended."""
     now = time.time()
     return [c for c in calls if c.unanswered and (not c.ended or now - c.ended < _AT_ONCE)]
 
@@ -295,15 +296,15 @@ def _open_for(calls: Sequence[WireCall]) -> float:
     return max(((call.ended or now) - call.began for call in _open(calls)), default=0.0)
 
 
-def _hanging(told: Outcome, calls: Sequence[WireCall], seconds: float) -> Outcome:
+def _hanging(told: WireOutcome, calls: Sequence[WireCall], seconds: float) -> WireOutcome:
     open_now, waited = _open(calls), _open_for(calls)
     again = max((call.resent for call in open_now if not call.heard), default=0)
     if waited > seconds / 2 and again:
         detail = f"{told.detail}; a call was lost {again} times from {TO_ENGINE}"
-        return Outcome("connection", detail, told.status, TO_ENGINE)
+        return WireOutcome("connection", detail, told.status, TO_ENGINE)
     if waited > seconds / 2:
         detail = f"{told.detail}; a call had waited {waited:.1f} s for the server's reply"
-        return Outcome("hanging", detail, told.status, ENGINE)
+        return WireOutcome("hanging", detail, told.status, ENGINE)
     good = sum(call.good for call in calls)
     # Who calls without an end is mostly in the middle of a call.
     more = f"; one had waited {waited:.1f} s for the server's reply" if waited else ""

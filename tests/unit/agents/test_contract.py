@@ -168,8 +168,8 @@ def test_a_dict_of_numbers_by_completion_id_is_a_reward() -> None:
         ({}, "empty dict"),
         ({"a": None}, "'a' is None"),
         ({"a": True}, "bool"),
-        ({1: 1.0}, "no completion id"),
-        ({"": 1.0}, "no completion id"),
+        ({1: 1.0}, "not a completion id"),
+        ({"": 1.0}, "not a completion id"),
     ],
 )
 def test_what_is_no_reward_is_refused_with_the_reason(value: object, said: str) -> None:

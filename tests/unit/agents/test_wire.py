@@ -15,7 +15,7 @@ from shakedown.agent_checks.episodes import Episode, RunResult
 from shakedown.agent_checks.judge import ServerProbe, judge_run
 from shakedown.agent_checks.runner import RunSettings, run_episodes
 from shakedown.agents.endpoint import AgentEndpoint
-from shakedown.agents.wire import ENGINE, TO_ENGINE, TO_PROXY, Outcome, Sent, WireCall, judged
+from shakedown.agents.wire import ENGINE, TO_ENGINE, TO_PROXY, Sent, WireCall, WireOutcome, judged
 from shakedown.config import GrpoConfig
 from tests.unit.agents.wire_server import WireServer, wire_server
 
@@ -128,18 +128,20 @@ def test_every_cause_has_a_remedy(
 @pytest.mark.parametrize(
     ("found", "by_agent"),
     [
-        (Outcome("exception"), True),
-        (Outcome("connection"), True),  # of a tool, say: no call of the model failed
-        (Outcome("connection", hop=TO_ENGINE), False),
-        (Outcome("api_status", status=400, hop=ENGINE), True),  # beyond the context
-        (Outcome("api_status", status=404, hop=TO_PROXY), True),
-        (Outcome("api_status", status=429, hop=ENGINE), False),
-        (Outcome("api_status", status=500, hop=ENGINE), False),
-        (Outcome("file_descriptors"), False),
-        (Outcome(), False),
+        (WireOutcome("exception"), True),
+        (WireOutcome("connection"), True),  # of a tool, say: no call of the model failed
+        (WireOutcome("connection", hop=TO_ENGINE), False),
+        (WireOutcome("api_status", status=400, hop=ENGINE), True),  # beyond the context
+        (WireOutcome("api_status", status=404, hop=TO_PROXY), True),
+        (WireOutcome("api_status", status=429, hop=ENGINE), False),
+        (WireOutcome("api_status", status=500, hop=ENGINE), False),
+        (WireOutcome("file_descriptors"), False),
+        (WireOutcome(), False),
     ],
 )
-def test_whose_failure_it_is_goes_by_where_the_call_failed(found: Outcome, by_agent: bool) -> None:
+def test_whose_failure_it_is_goes_by_where_the_call_failed(
+    found: WireOutcome, by_agent: bool
+) -> None:
     assert found.by_agent is by_agent
 
 
@@ -147,7 +149,7 @@ def test_a_reply_that_the_agents_client_did_not_wait_for_is_the_engines() -> Non
     left = WireCall()
     left.leave()
 
-    found = judged(Outcome("read_timeout", "no reply"), Sent([left]), 5.0)
+    found = judged(WireOutcome("read_timeout", "no reply"), Sent([left]), 5.0)
 
     assert (found.cause, found.hop, found.by_agent) == ("read_timeout", ENGINE, False)
 
@@ -164,7 +166,9 @@ def test_a_call_that_is_open_counts_with_the_lost_one_before_it(
     first.end(0, "connection", hop=TO_ENGINE)
     first.ended = now - open_for
 
-    found = judged(Outcome("episode_timeout", "no result after 8 s"), Sent([first, second]), 8.6)
+    found = judged(
+        WireOutcome("episode_timeout", "no result after 8 s"), Sent([first, second]), 8.6
+    )
 
     assert found.cause == cause
 

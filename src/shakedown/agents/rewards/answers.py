@@ -1,11 +1,11 @@
-"""The known rewards: what each takes for the answer of a text, and when it is right."""
+"""The built-in rewards: where each finds the answer in a text, and when it is right."""
 
 import re
 
 from shakedown.agents.rewards.text import boxed, final_value, tail
 from shakedown.agents.rewards.values import same_value, value_of
 
-# What joins numbers to one value: where that value cannot be read, none of them is the answer.
+# Signs that join numbers into one value: where it cannot be read, none of them is the answer.
 _JOINED = re.compile(r"\\[dt]?frac|\\sqrt|[0-9)}]\s*(?:[/^*:]|\\times|\\cdot)\s*[0-9({]")
 _FORM_SHARE = 0.1  # of AReaL's example geometry3k_grpo
 _BRACKETED = re.compile(r"\[([0-9.]+)\]")

@@ -19,7 +19,7 @@ from shakedown.agents.rewards.text import plain_signs
 
 _LONGEST = 200  # characters of an answer that is read as a value
 _DEEPEST = 20  # nested brackets: the reader is recursive, and the text is hostile
-_LARGEST_EXPONENT = 64  # either way: a larger power is no answer, and may overflow
+_LARGEST_EXPONENT = 64  # either way: a larger power is not an answer, and may overflow
 _RELATIVE = 1e-9  # far above the rounding of some ten operations, far below rounded answers
 
 # Units are in these; where they hold the whole answer, as in `\text{A}`, it is what they hold.
@@ -52,7 +52,7 @@ _CLOSING = {"(": ")", "{": "}", "[": "]"}
 
 
 class _NoValueError(Exception):
-    """The text is no expression of this grammar."""
+    """The text is not an expression of this grammar."""
 
 
 def same_value(given: str, expected: str) -> bool:
