@@ -1,4 +1,4 @@
-"""An agent's chat calls: what is sent to vLLM, what is kept of its replies, what the agent sees.
+"""An agent's chat calls: the request to vLLM, the record of its reply, the reply to the agent.
 
 Pure. The names of parameters and fields are those of vLLM's /v1/chat/completions.
 """
@@ -14,9 +14,9 @@ from shakedown.rollout.groups import TokenSequence
 
 Body = dict[str, Any]
 
-# They change the distribution that tokens are drawn from. Trained is the stage's own: the model's
-# at the stage's temperature, and nothing narrows it. `seed` would make samples of a group equal
-# (and kills vLLM on a CPU).
+# Parameters that change the distribution that tokens are drawn from. Training needs the model's
+# own at the stage's temperature, not narrowed. `seed` would make samples of a group equal (and
+# kills vLLM on a CPU).
 SAMPLING = (
     "temperature",
     "top_p",
@@ -36,7 +36,7 @@ SAMPLING = (
     "length_penalty",
     "seed",
 )
-# They force tokens upon the model: log-probabilities of forced tokens are not the policy's.
+# Parameters that force tokens: log-probabilities of forced tokens are not the policy's.
 _REFUSED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "use_beam_search")
 _READ = ("text", "refusal", "thinking", "reasoning")
 _LENGTHS = ("max_completion_tokens", "max_tokens")
@@ -59,14 +59,14 @@ class Sampling:
 
     @property
     def parameters(self) -> Body:
-        """What every call says, so that the server fills nothing in."""
+        """The parameters of every call, complete, so that the server fills none in."""
         neutral = {name: value for name, value in NEUTRAL.items() if name not in self.refused}
         return {"temperature": self.temperature, **neutral}
 
 
 @dataclass(frozen=True)
 class ReplyOptions:
-    """What the agent wants its replies to have; what the recorder asks for beside is hidden."""
+    """The fields that the agent wants in its replies; those for the recorder alone are hidden."""
 
     logprobs: bool
     token_ids: bool
@@ -88,7 +88,7 @@ class Call:
 
 
 def prepare(body: Mapping[str, Any], sampling: Sampling) -> tuple[Body, ReplyOptions, list[str]]:
-    """What to send instead of an agent's request body.
+    """The body to send instead of an agent's own.
 
     Returns:
         The body, what the agent wants of its reply, and what of its sampling is not as it asked,
@@ -213,7 +213,7 @@ class StreamRecord:
         return len(self.choices) >= choices and all(each.finish for each in self.choices.values())
 
     def calls(self) -> list[Call]:
-        """What was recorded.
+        """The recorded calls.
 
         Raises:
             ValueError: token ids are missing, or numbers of tokens differ.
@@ -315,6 +315,6 @@ def _relaxed(tool: Any) -> Any:
 
 
 def _is_count(body: Mapping[str, Any], name: str) -> bool:
-    """Whether it is a number; others are left to the engine, which says what is wrong."""
+    """Whether it is a valid count; other values are left to the engine, which rejects them."""
     value = body.get(name)
     return isinstance(value, int) and not isinstance(value, bool)

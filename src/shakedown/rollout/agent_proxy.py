@@ -42,13 +42,13 @@ from shakedown.rollout.protocols import PROTOCOLS
 from shakedown.rollout.protocols.base import Protocol, Reply
 
 _CHAT = "/v1/chat/completions"
-# What a call may end by; the agent is told which.
+# Exceptions that may end a call; the agent is told which.
 TOLD = (RefusedCallError, CallError, RecursionError, TimeoutError, aiohttp.ClientError)
 _VERSIONS = re.compile(r"(v1/)*")  # clients add it to a base URL that ends in it
 
 
 class AgentProxy(EpisodeServer):
-    """Calls outside of an episode, or after its end, are refused.
+    """The recording proxy. Calls outside of an episode, or after its end, are refused.
 
     Args:
         upstream: the engine's base URL without `/v1`.
@@ -124,10 +124,10 @@ class AgentProxy(EpisodeServer):
         return await self._streamed(request, entry, sent | self._model, wanted, protocol.reply())
 
     def _check_key(self, key: str, *others: str) -> None:
-        """Of a call: an episode's, or one of `others`.
+        """Check that a call's key is an episode's, or one of `others`.
 
         Raises:
-            CallError: it is none.
+            CallError: it is neither.
         """
         if key not in self._episodes and key not in others:
             raise CallError(
@@ -156,7 +156,7 @@ class AgentProxy(EpisodeServer):
     async def _streamed(
         self, request: web.Request, entry: CallEntry, sent: Body, wanted: ReplyOptions, shown: Reply
     ) -> web.StreamResponse:
-        """Written apart from what is read: an agent that does not read holds no update up."""
+        """Write in a separate task: an agent that does not read must not hold up an update."""
         # The queue has no limit of its own: a reply is at most `max_tokens` chunks.
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         events: asyncio.Queue[bytes] = asyncio.Queue()
@@ -251,7 +251,7 @@ class AgentProxy(EpisodeServer):
         self.recorded += 1
 
     def _say_model(self, named: object) -> None:
-        """Once for each other name, shortened: harmless here, and not without the proxy."""
+        """Say once per foreign name that it is replaced: without the proxy it would fail."""
         served, name = self._model.get("model", ""), f"{named!s:.80}"
         if served and named and name != served and f"model {name}" not in self._said:
             self._said.add(f"model {name}")
@@ -276,16 +276,16 @@ async def _body(request: web.Request) -> Body:
     """The JSON object that was sent.
 
     Raises:
-        CallError: it is none.
+        CallError: it is not a JSON object.
     """
     try:
         body = json.loads(await request.read())
     except web.HTTPRequestEntityTooLarge as error:
         raise CallError(400, f"the body has more than {LARGEST_REQUEST} bytes") from error
     except ValueError as error:
-        raise CallError(400, f"the body is no JSON: {error}") from error
+        raise CallError(400, f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
-        raise CallError(400, "the body is no JSON object")
+        raise CallError(400, "the body is not a JSON object")
     return body
 
 

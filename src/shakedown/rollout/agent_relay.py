@@ -51,11 +51,11 @@ _KEYS = ("authorization", "x-api-key")
 
 
 class AgentRelay(EpisodeServer):
-    """Calls outside of an episode, or after its end, are passed on and belong to none.
+    """The relay. Calls outside of an episode, or after its end, are passed on and not counted.
 
     Args:
         base_url: of the server, with its path.
-        api_key: what it asks for, in the place of the keys that agents are given.
+        api_key: the server's own, which replaces the keys that agents are given.
         log_calls: as for `EpisodeServer`.
     """
 
@@ -180,13 +180,13 @@ class RelayedReply:
             entry.ended(status)
 
     def _fault(self) -> str:
-        """What is wrong with a whole body; empty for a good one."""
+        """The fault of a whole body; empty for a good one."""
         if self._size > LARGEST_REQUEST:
             return ""
         body = _object(self._body)
         if body is None:
             kind = self._kind or "no type"
-            return f"status {self._status} with {kind}, which is no JSON object: {self._text()}"
+            return f"status {self._status} with {kind}, which is not a JSON object: {self._text()}"
         if body.get("error"):
             return f"status {self._status} with error {body['error']}"
         self._show(body)
@@ -213,7 +213,7 @@ class RelayedReply:
 
 
 def messages_of(body: bytes) -> list[Any]:
-    """Of a request's body, whatever of the usual protocols it speaks; empty where it asks no model.
+    """The messages of a request's body in any usual protocol; empty where it asks no model.
 
     Chat completions and Anthropic's messages have `messages`, responses have `input`; what stands
     beside them as `system` or `instructions` comes first.
@@ -226,7 +226,7 @@ def messages_of(body: bytes) -> list[Any]:
 
 
 def _passed(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-    """Those of the message, not of its connection."""
+    """The headers of the message, without those of its connection."""
     found = CIMultiDict(headers)
     for name in _OF_CONNECTION:
         found.popall(name, None)

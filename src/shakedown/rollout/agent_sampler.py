@@ -1,7 +1,7 @@
-"""GRPO groups from an own agent class: the same interface as `GroupSampler`.
+"""GRPO groups from a user's agent class: the same interface as `GroupSampler`.
 
-`run` of the agent is called once a sample, in a worker process, against the recording proxy. Its
-return is the reward of all that it had sampled.
+`run` of the agent is called once per sample, in a worker process, against the recording proxy. Its
+return value is the reward of all that it had sampled.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class AgentPrompt(Prompt):
 
 @dataclass(frozen=True)
 class RecordedEpisode(AgentResult):
-    """What became of one call of `run`, with the chat calls that were recorded.
+    """The result of one call of `run`, with its recorded chat calls.
 
     Without a `cause` it has a reward and at least one call.
     """
@@ -72,14 +72,14 @@ class RecordedEpisode(AgentResult):
 
     @property
     def counts(self) -> bool:
-        """Whether it is trained on. It is, too, where its agent failed: were it left out, an agent
-        that raises where its answer is wrong would leave only right ones.
+        """Whether it is trained on, as it is where its agent failed: without those, an agent that
+        raises on a wrong answer would leave only right ones.
         """
         return bool(self.calls) and (not self.cause or self.by_agent)
 
     @property
     def one_reward(self) -> float:
-        """0 of one that failed."""
+        """The reward as one number; 0 where the episode failed."""
         return 0.0 if self.reward is None else one_number(self.reward)
 
 
@@ -183,7 +183,7 @@ class AgentGroupSampler:
         """Listen, and start the first worker.
 
         Raises:
-            UsageError: the class cannot be imported or is no agent.
+            UsageError: the class cannot be imported or is not an agent.
             LaunchError: a process could not be started.
         """
         async with contextlib.AsyncExitStack() as stack:
@@ -218,7 +218,7 @@ class AgentGroupSampler:
         return self._proxy.recorded + self._ended + self._ticks
 
     async def _tick(self) -> None:
-        """Agents may think and use tools for long; `agent_timeout` bounds it."""
+        """Count agents' own time, which may be long; `agent_timeout` bounds it."""
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             self._ticks += self._running > 0 and self._proxy.gate.in_flight == 0
@@ -319,7 +319,7 @@ class AgentGroupSampler:
         return episode
 
     async def take_measured(self) -> Measured:
-        """What the workers measured since the last call; one caller at a time."""
+        """The workers' measurements since the last call; one caller at a time."""
         return await self._workers.take_measured()
 
     @property
@@ -329,7 +329,7 @@ class AgentGroupSampler:
         return self._pool
 
     def _count(self, episode: RecordedEpisode, data: str) -> None:
-        """Say each cause once: the row shows what the agent could not bear."""
+        """Count it, and print each cause once with the row that the agent failed on."""
         self._failed.calls += episode.by_agent or not episode.cause
         if not episode.cause:
             return

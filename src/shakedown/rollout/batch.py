@@ -27,7 +27,7 @@ _ARRAYS: dict[str, tuple[type[np.generic], int]] = {
 }
 
 
-# What reading a file of any content may raise; MemoryError: a header may claim any size.
+# Exceptions of reading an arbitrary file; MemoryError: a header may claim any size.
 _DAMAGED = (
     OSError,
     EOFError,
@@ -95,7 +95,7 @@ class RolloutBatch:
             )
 
     def _check_token_versions(self) -> None:
-        """The oldest token of every sequence is what `versions` says."""
+        """Check that `versions` has the version of the oldest token of every sequence."""
         found = self.token_versions
         if found is None:
             return
@@ -149,7 +149,7 @@ def read_batch(path: Path) -> RolloutBatch:
             arrays: dict[str, Any] = {name: archive[name] for name in archive.files}
         written = arrays.pop("sha256").tobytes()
         if written != _digest(arrays):
-            raise ValueError("its checksum does not fit its content")
+            raise ValueError("its checksum does not match its content")
         stats = json.loads(arrays.pop("stats").tobytes())
         # An array of any other name is a TypeError here, and so refused.
         batch = RolloutBatch(step=int(arrays.pop("step")), stats=stats, **arrays)

@@ -1,4 +1,4 @@
-"""Notes one call of an episode while the proxy handles it: for people, and what came back of it."""
+"""Note one call of an episode while the proxy handles it: its log, and its outcome on the wire."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -12,12 +12,12 @@ from shakedown.rollout.protocols.base import pieces
 
 _MALFORMED = (ValueError, TypeError, AttributeError, KeyError)  # what an engine may tell
 
-# What the protocols put before the engine's id of a reply.
+# Prefixes that the protocols put before the engine's id of a reply.
 _PREFIXES = {"responses": "resp_", "messages": "msg_"}
 
 
 @dataclass
-class _Reply:
+class _LoggedReply:
     texts: dict[str, list[str]] = field(default_factory=dict)  # by kind
     tools: dict[int, dict[str, str]] = field(default_factory=dict)
     finish: str = ""
@@ -42,15 +42,15 @@ class CallEntry:
         if wire is not None:
             wire.append(self._wire)
         self._reply_id = ""
-        self._replies: dict[int, _Reply] = {}
+        self._replies: dict[int, _LoggedReply] = {}
 
     def sent(self, body: Mapping[str, Any]) -> None:
-        """What is asked, as a chat completion."""
+        """Note the request, as a chat completion."""
         if self._log is not None and self._call is not None:
             self._log.add_messages(self._call, body.get("messages"))
 
     def add(self, chunk: Body) -> None:
-        """A chunk of the engine's reply; one whose form is odd says so in the log."""
+        """Note a chunk of the engine's reply; the log says where its form is odd."""
         self._reply_id = str(chunk.get("id") or self._reply_id)[:200]
         if self._call is None:
             return
@@ -60,26 +60,26 @@ class CallEntry:
             self._call.error = f"the engine's reply cannot be shown: {error}"[:400]
 
     def named(self, reply_id: str) -> None:
-        """The id of the reply as the agent sees it, whatever the protocol; empty: none yet."""
+        """Note the reply's id as the agent sees it, in any protocol; empty: none yet."""
         self._prefix, self._reply_id = "", reply_id or self._reply_id
 
     def recorded(self, calls: Sequence[Call]) -> None:
-        """What is kept of the reply to be trained on."""
+        """Note the calls of the reply that are kept to be trained on."""
         if self._log is not None and self._call is not None:
             self._call.prompt_tokens = len(calls[0].prompt)
             self._call.completion_tokens = sum(len(call.completion.tokens) for call in calls)
             self._log.tokens += self._call.completion_tokens
 
     def lost(self, error: BaseException) -> None:
-        """A try of it that the engine did not answer; it is asked again."""
+        """Note a try that the engine did not answer; it is asked again."""
         self._wire.resend(f"{type(error).__name__} {error}".strip())
 
     def heard(self) -> None:
-        """The engine has begun to answer."""
+        """Note that the engine has begun to answer."""
         self._wire.heard = time.time()
 
     def ended(self, status: int, error: str = "", fault: str = "", hop: str = "") -> None:
-        """What the agent was told, at last; `fault`: a key of `causes.CAUSES`."""
+        """Note how the call ended for the agent; `fault`: a key of `causes.CAUSES`."""
         seen = status if fault in ("", "api_status", "unknown_model") else 0
         said = f"status {status}: {error}" if fault == "api_status" else error
         self._wire.end(seen, fault, said, f"{self._prefix}{self._reply_id}", hop)
@@ -89,7 +89,7 @@ class CallEntry:
         self._fill()
 
     def left(self) -> None:
-        """The call is over; where the agent was told nothing, what came until then is kept."""
+        """Note the end of the call; where the agent got no error, the part that came is kept."""
         self._wire.leave()
         if self._call is not None and not self._call.status:
             self._fill()
@@ -107,7 +107,7 @@ class CallEntry:
             return
         self._call.request_id = str(chunk.get("id") or self._call.request_id)[:200]
         for choice in chunk.get("choices") or ():
-            reply = self._replies.setdefault(int(choice["index"]), _Reply())
+            reply = self._replies.setdefault(int(choice["index"]), _LoggedReply())
             for kind, number, details in pieces(choice.get("delta") or choice.get("message") or {}):
                 if kind != "tool":
                     reply.texts.setdefault(kind, []).append(details["text"])
@@ -117,7 +117,7 @@ class CallEntry:
                 tool["arguments"] += details["text"]
             reply.finish = str(choice.get("finish_reason") or reply.finish)[:40]
 
-    def _shown(self, reply: _Reply) -> dict[str, Any]:
+    def _shown(self, reply: _LoggedReply) -> dict[str, Any]:
         if self._log is None:
             return {}
         shown: dict[str, Any] = {"text": self._log.cut("".join(reply.texts.get("text", ())))}

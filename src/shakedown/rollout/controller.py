@@ -18,13 +18,13 @@ from typing import Generic, NamedTuple, Self, TypeVar
 from shakedown.core.errors import CannotJudgeError, ConfigError
 from shakedown.rollout.staleness import Staleness, explain
 
-Data = TypeVar("Data")
-Group = TypeVar("Group")
+DataT = TypeVar("DataT")
+GroupT = TypeVar("GroupT")
 _LOG = logging.getLogger(__name__)
 
 
 class _Start(NamedTuple):
-    """Groups are used in this order: by the version that was current at the start, then its turn.
+    """The order in which groups are used: by the version current at their start, then by turn.
 
     Tokens of a group are of that version or newer.
     """
@@ -33,7 +33,7 @@ class _Start(NamedTuple):
     turn: int
 
 
-class RolloutController(Generic[Data, Group]):
+class RolloutController(Generic[DataT, GroupT]):
     """Starts `run_group(data)` for submitted data while there is capacity.
 
     Args:
@@ -55,12 +55,12 @@ class RolloutController(Generic[Data, Group]):
 
     def __init__(
         self,
-        run_group: Callable[[Data], Awaitable[Group | None]],
+        run_group: Callable[[DataT], Awaitable[GroupT | None]],
         *,
         max_concurrent: int,
         max_head_offpolicyness: int,
         batch_size: int,
-        source: Iterator[Data] | None = None,
+        source: Iterator[DataT] | None = None,
         total: int | None = None,
         accepted: int = 0,
     ) -> None:
@@ -69,9 +69,9 @@ class RolloutController(Generic[Data, Group]):
         if trap:
             raise ConfigError(trap)
         self._run_group, self._source, self._total = run_group, source, total
-        self._waiting: deque[Data] = deque()
+        self._waiting: deque[DataT] = deque()
         self._running: dict[asyncio.Task[None], _Start] = {}
-        self._ready: list[tuple[_Start, Group]] = []  # in order
+        self._ready: list[tuple[_Start, GroupT]] = []  # in order
         self._turns = itertools.count()
         self._changed = asyncio.Event()
         self._version, self._accepted, self._handed_out = 0, accepted, accepted
@@ -118,7 +118,7 @@ class RolloutController(Generic[Data, Group]):
         # Failed groups are not subtracted: others are drawn in their place.
         return min(free, self._total - self._accepted - self.running)
 
-    def submit(self, data: Data) -> None:
+    def submit(self, data: DataT) -> None:
         """Queue a group; it starts when there is capacity."""
         self._waiting.append(data)
         self._start_more()
@@ -158,7 +158,7 @@ class RolloutController(Generic[Data, Group]):
                 f"{self.running} groups were still in flight after {within:.0f} s; {self._state()}"
             ) from None
 
-    async def next_batch(self, timeout: float | None = None) -> list[Group]:  # noqa: ASYNC109
+    async def next_batch(self, timeout: float | None = None) -> list[GroupT]:  # noqa: ASYNC109
         """The next `batch_size` groups, oldest first.
 
         Raises:
@@ -217,7 +217,7 @@ class RolloutController(Generic[Data, Group]):
         self._source = None
         return False
 
-    async def _run(self, data: Data, start: _Start) -> None:
+    async def _run(self, data: DataT, start: _Start) -> None:
         try:
             group = await self._run_group(data)
         except Exception as error:  # noqa: BLE001 - any fault of one group is that group's alone
@@ -260,7 +260,7 @@ class RolloutController(Generic[Data, Group]):
         return nothing_left or self._failed_in_row >= self._hopeless
 
     def _state(self) -> str:
-        """What a person needs to see why nothing moves."""
+        """The state in words, to show a person why nothing moves."""
         words = [
             f"{self.ready} ready, {self.running} in flight, {len(self._waiting)} waiting",
             f"version {self._version}, capacity {self.capacity}",

@@ -1,4 +1,4 @@
-"""Read the engine's replies for the proxy, and name what is wrong with one."""
+"""Read the engine's replies for the proxy, and name the fault of a bad one."""
 
 import json
 from collections.abc import AsyncIterator
@@ -14,7 +14,7 @@ MALFORMED = (ValueError, TypeError, AttributeError, KeyError)  # what an engine 
 
 
 class CallError(Exception):
-    """What the agent is told instead of a reply; `fault`: a key of `causes.CAUSES`.
+    """The error that the agent gets instead of a reply; `fault`: a key of `causes.CAUSES`.
 
     `hop`: where the call failed; by default the proxy itself refuses it.
     """
@@ -31,7 +31,7 @@ class BrokenOffError(ValueError):
 
 
 def told(error: BaseException, seconds: float) -> CallError:
-    """What an agent is told of an error of its call; `seconds`: that the engine had."""
+    """The agent's error for a failed call; `seconds`: the time that the engine had."""
     if isinstance(error, CallError):
         return error
     if isinstance(error, RefusedCallError):
@@ -53,7 +53,7 @@ def _cut_off(error: BaseException) -> CallError:
 
 
 def not_recorded(error: BaseException) -> CallError:
-    """What an agent is told of a reply that had begun and cannot be kept."""
+    """The agent's error for a reply that had begun and cannot be kept."""
     hop = TO_ENGINE
     if isinstance(error, CallError):
         fault, hop = error.fault, error.hop
@@ -70,12 +70,12 @@ def read_object(content: bytes, kind: str) -> Body:
     """A reply's body.
 
     Raises:
-        ValueError: it is no JSON object; `kind`, its content type, is named.
+        ValueError: it is not a JSON object; `kind`, its content type, is named.
     """
     body = _parsed(content)
     if not isinstance(body, dict):
         begins = content[:200].decode(errors="replace")
-        raise ValueError(f"the engine answered 200 with {kind}, no JSON object: {begins}")
+        raise ValueError(f"the engine answered 200 with {kind}, not a JSON object: {begins}")
     return body
 
 
@@ -84,7 +84,7 @@ async def chunks(reply: aiohttp.ClientResponse) -> AsyncIterator[Body]:
 
     Raises:
         BrokenOffError: the stream has no end.
-        ValueError: an event is no JSON object, or an error.
+        ValueError: an event is not a JSON object, or is an error.
     """
     async for line in reply.content:
         if not line.startswith(b"data:"):
@@ -98,7 +98,7 @@ async def chunks(reply: aiohttp.ClientResponse) -> AsyncIterator[Body]:
             raise ValueError(f"the engine's stream says {begins}")
         yield chunk
     if "event-stream" not in reply.content_type:
-        raise ValueError(f"the engine answered 200 with {reply.content_type}, no stream of events")
+        raise ValueError(f"the engine answered 200 with {reply.content_type}, not an event stream")
     raise BrokenOffError("the engine's stream broke off")
 
 
@@ -114,7 +114,7 @@ def check_status(reply: aiohttp.ClientResponse, content: bytes) -> None:
 
 
 def said_of_error(status: int, content: bytes) -> str:
-    """What the engine says in an error's body; empty when it is no error."""
+    """The engine's message in an error's body; empty when it is not an error."""
     if status == 200:
         return ""
     try:
@@ -125,7 +125,7 @@ def said_of_error(status: int, content: bytes) -> str:
 
 
 def _parsed(text: bytes) -> Any:
-    """What JSON says; None where it is none, or nested too deeply to be read."""
+    """The parsed JSON; None where it is invalid, or nested too deeply to be read."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

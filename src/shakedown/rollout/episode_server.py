@@ -1,4 +1,4 @@
-"""The server that agents talk to: it knows the episodes, and sees what each asks and is answered.
+"""The server that agents talk to: it knows the episodes, and sees their requests and replies.
 
 Each episode has a key. A call belongs to the episode whose key stands in its URL
 (`/e/KEY/v1/chat/completions`), else in the header that the agent's worker sets, else in its
@@ -31,8 +31,8 @@ class EpisodeServer(ABC):
 
     Args:
         path: of the episodes' base URLs, such as `/v1`.
-        engine: what is asked; entered with the server.
-        log_calls: keep what episodes ask and are answered for people, too: see `log_of`.
+        engine: connection to the engine; entered with the server.
+        log_calls: also keep requests and replies of episodes for people: see `log_of`.
 
     `history` looks for replies of other rows in the messages of episodes that were begun there.
     `recorded` counts calls; with the server's own `api_key`, outside of an episode, an agent can
@@ -71,7 +71,7 @@ class EpisodeServer(ABC):
 
     @property
     def base_url(self) -> str:
-        """For agents that ask with the server's own key."""
+        """The base URL for agents that use the server's own key."""
         return f"http://{self.host}:{self.port}{self._path}"
 
     @property
@@ -94,11 +94,11 @@ class EpisodeServer(ABC):
         return self._episodes.pop(key, [])
 
     def log_of(self, key: str) -> CallLog | None:
-        """What people can read of an episode that is not closed; None: nothing is kept."""
+        """The readable log of an episode that is not closed; None: none is kept."""
         return self._logs.get(key)
 
     def wire_of(self, key: str) -> list[WireCall]:
-        """What came back of the requests of an episode that is not closed."""
+        """The requests of an episode that is not closed, with their outcomes."""
         return self._wires.get(key, [])
 
     @abstractmethod
@@ -107,7 +107,7 @@ class EpisodeServer(ABC):
 
 
 def episode_key(request: web.Request) -> str:
-    """What a call gives as its key; empty: nothing."""
+    """The key of a call; empty: it gives none."""
     sent = request.headers
     token = sent.get("Authorization", "").removeprefix("Bearer ").strip()
     given = (request.match_info.get("key"), sent.get(HEADER), sent.get("x-api-key"), token)

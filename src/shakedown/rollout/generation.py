@@ -21,7 +21,7 @@ _ROUNDING = 1e-3
 
 
 class BadAnswerError(ServerError):
-    """The server's answer is nothing that the policy can have sampled."""
+    """The policy cannot have sampled the server's answer."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _logprob_fault(tokens: Sequence[int], logprobs: Sequence[float]) -> str:
 
 @dataclass
 class _Draft:
-    """An answer in the making."""
+    """An unfinished answer."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

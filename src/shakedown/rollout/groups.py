@@ -27,8 +27,8 @@ class TokenSequence:
     """One sequence to train on. `mask`: True on sampled tokens. `version`: the oldest of them.
 
     `logprobs`: the engine's on sampled tokens, else 0. `token_versions`: the weights that wrote
-    each token, else -1; None: not told apart. These lists have one entry a token. `calls`: chat
-    calls that the sequence is joined of.
+    each token, else -1; None: not told apart. These lists have one entry per token. `calls`: chat
+    calls that were joined into the sequence.
     """
 
     tokens: list[int]
@@ -46,7 +46,7 @@ EpisodeSequences = Sequence[TokenSequence]
 class Group:
     """Rewarded episodes of one prompt; `version` wrote them, or the oldest of their tokens.
 
-    `rewards`: one an episode. `completions`: all that the engine sampled for them. `seconds`:
+    `rewards`: one per episode. `completions`: all that the engine sampled for them. `seconds`:
     generation. `failed`: rewards that failed and count as 0. `lost`: an agent's episodes that are
     left out.
     `agent_episodes`: what an agent's episodes are to be trained on; None: each completion is an
@@ -92,7 +92,7 @@ class Group:
 
 
 def overlong_penalty(tokens: int, *, longest: int, cache: int) -> float:
-    """What an answer's reward loses for its length, -1 to 0.
+    """The length penalty on an answer's reward, -1 to 0.
 
     0 up to longest - cache tokens, then falling linearly to -1 at `longest` (DAPO's soft overlong
     punishment, arXiv 2503.14476, eq. 13, where cache is L_cache); 0 with a cache of 0.
@@ -167,7 +167,7 @@ def to_batch(
 
 
 def group_stats(groups: Sequence[Group]) -> dict[str, float]:
-    """What the groups look like: lengths in tokens, shares 0..1, seconds."""
+    """Statistics of the groups: lengths in tokens, shares 0..1, seconds."""
     completions = [c for group in groups for c in group.completions]
     solved = [sum(g.rewards) / max(1, len(g.rewards)) for g in groups]
     flat = [group.flat for group in groups]
@@ -190,7 +190,7 @@ def group_stats(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _agent_stats(groups: Sequence[Group]) -> dict[str, float]:
-    """Of agents: episodes left out; means over the others of chat calls and of their sequences."""
+    """Statistics of agents: episodes left out; mean chat calls and sequences of the others."""
     episodes = [episode for group in groups for episode in group.agent_episodes or ()]
     if not episodes:
         return {}

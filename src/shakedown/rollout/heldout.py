@@ -1,4 +1,4 @@
-"""Held-out accuracy: when it is measured, its figures, and the answers of a running server."""
+"""Held-out accuracy: when to measure it, its figures, and the answers of a running server."""
 
 import asyncio
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def figures(sampled: Sequence[float], greedy: Sequence[float]) -> dict[str, floa
 
 
 def told(step: int, scores: dict[str, float]) -> str:
-    """One line for people."""
+    """The figures in one line for people."""
     parts = [
         f"{name} {scores[f'{name}_accuracy']:.3f} "
         f"({scores[f'{name}_accuracy_low']:.3f} to {scores[f'{name}_accuracy_high']:.3f})"
@@ -91,7 +91,7 @@ def read_held_out(
 async def score(
     pool: RewardPool, texts: Sequence[str | None], prompts: Sequence[Prompt], failed_share: float
 ) -> list[float]:
-    """The reward of each text; one that fails, or has no text, counts as 0 and is told.
+    """The reward of each text; one that fails, or has no text, counts as 0 and is reported.
 
     Raises:
         BadRewardError: more than `failed_share` of them failed.

@@ -40,7 +40,7 @@ class PromptCursor:
 
 @dataclass(frozen=True)
 class SavedQueue:
-    """What a checkpoint has for the steps after it: batches in their order, each with its cursor.
+    """A checkpoint's rollouts for the steps after it: batches in order, each with its cursor.
 
     `cursor`: after the last of them. `messages`: for people.
     """
@@ -68,7 +68,7 @@ class FinishedGroup:
 
 
 class RolloutQueue:
-    """The orchestrator's prompts in seeded order; keeps account of what became of each draw.
+    """The orchestrator's prompts in seeded order; keeps account of each draw.
 
     Args:
         run_group: makes the group of a prompt.
@@ -104,7 +104,7 @@ class RolloutQueue:
         return PromptCursor(self._next, tuple(sorted(self._open)))
 
     def draws(self) -> Iterator[QueuedPrompt]:
-        """What was open at the start, then new draws without end."""
+        """The draws that were open at the start, then new ones without end."""
         # `sorted` copies: groups that end meanwhile change the set.
         for number in sorted(self._open):
             prompt = next(draw(self._prompts, seed=self._seed, start=number))
@@ -125,7 +125,7 @@ class RolloutQueue:
         return fits
 
     async def run(self, queued: QueuedPrompt) -> FinishedGroup | None:
-        """`run_group`; None where another group is to be drawn in its place: it teaches nothing.
+        """`run_group`; None where the group teaches nothing and another one is to be drawn.
 
         A draw whose group failed is used up, one that is cancelled is not.
         """
@@ -165,11 +165,11 @@ class RolloutQueue:
             self._store.publish_batch(batch)
         if self._saved.batches:
             steps = [batch.step for batch in self._saved.batches]
-            print(f"batches of steps {steps[0]} to {steps[-1]} out of the checkpoint", flush=True)
+            print(f"batches of steps {steps[0]} to {steps[-1]} from the checkpoint", flush=True)
 
 
 def longest_prompt(prompts: Sequence[Prompt], room: int | None, max_tokens: int) -> int | None:
-    """Tokens of a prompt that leave room for an answer; those that do not are told.
+    """The longest prompt, in tokens, that leaves room for an answer; longer ones are reported.
 
     Args:
         room: tokens of prompt and answer that the server takes; None: not known.
@@ -214,7 +214,7 @@ def keep_queue(store: RolloutStore, step: int, checkpoint: Path) -> None:
 def find_queue(
     checkpoint: Path | None, step: int, *, batch_size: int, async_level: int
 ) -> SavedQueue:
-    """What a checkpoint after `step` has kept and is fit to be trained on; only reads.
+    """The queue that a checkpoint after `step` has kept and that can be trained on; only reads.
 
     Args:
         batch_size: groups of a step; without a cursor every step is taken to have drawn so many.

@@ -1,4 +1,4 @@
-"""What published weights hold and must answer, found without the server."""
+"""Reference for published weights: their tensors and log-probabilities, without the server."""
 
 import threading
 from collections.abc import Sequence

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from shakedown.core.errors import CannotJudgeError
 
-# A request that is on its way while the server interrupts the others is not interrupted with them.
+# A request that arrives while the server interrupts the others is not interrupted with them.
 _INTERRUPT_AGAIN_SECONDS = 1.0
 
 
@@ -74,6 +74,6 @@ class RequestGate:
         self._open.set()
 
     async def _end_of_one(self) -> None:
-        """Until a request ends, or it is time to interrupt again."""
+        """Wait until a request ends, or it is time to interrupt again."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), _INTERRUPT_AGAIN_SECONDS)

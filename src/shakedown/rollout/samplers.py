@@ -18,7 +18,7 @@ class Scorer(Protocol):
     async def score(
         self, completions: Sequence[str], answer: str, row: Mapping[str, Any]
     ) -> Sequence[float | RewardFailure]:
-        """A finite reward for each text to a row, or why there is none."""
+        """A finite reward for each text of a row, or why there is none."""
 
 
 class GroupSampler:

@@ -1,4 +1,4 @@
-"""Find what was sampled for one row in the messages of another row's episode: state they share.
+"""Find text sampled for one row in the messages of another row's episode: shared state.
 
 A list on the class, a session of the module or a memory on disk makes an episode depend on others,
 so that its reward is not that of its row. Compared are texts, since a history is tokenized anew.
@@ -18,8 +18,8 @@ _LONGEST = 100_000  # characters of a message that are looked at
 
 
 @dataclass
-class _Reply:
-    """A text that was sampled; `asked`: the prompt, in which the same may have stood already."""
+class _SampledText:
+    """A text that was sampled; `asked`: its prompt, which may have contained the text already."""
 
     name: str
     row: str
@@ -42,7 +42,7 @@ class SharedHistory:
 
     def __init__(self) -> None:
         self._episodes: dict[str, _Episode] = {}
-        self._replies: dict[str, list[_Reply]] = {}  # by their first characters
+        self._replies: dict[str, list[_SampledText]] = {}  # by their first characters
         self._own: dict[str, set[str]] = {}  # texts that were sampled for a row
 
     def begin(self, key: str, name: str, row: str) -> None:
@@ -52,7 +52,7 @@ class SharedHistory:
         self._own.setdefault(row, set())
 
     def end(self, key: str) -> str:
-        """What of others stood in the episode's messages; empty: nothing."""
+        """End an episode; the text of others that its messages contained, or empty."""
         episode = self._episodes.pop(key, None)
         return episode.fault if episode is not None else ""
 
@@ -79,7 +79,7 @@ class SharedHistory:
             if len(set(text)) < _DISTINCT or len(text) < _WHOLE or text in self._own[episode.row]:
                 continue
             self._own[episode.row].add(text)
-            reply = _Reply(episode.name, episode.row, text, episode.asked)
+            reply = _SampledText(episode.name, episode.row, text, episode.asked)
             for length in {_WHOLE, min(_PART, len(text))}:
                 self._replies.setdefault(text[:length], []).append(reply)
 
@@ -87,20 +87,20 @@ class SharedHistory:
         for reply in self._candidates(role, text):
             if reply.row != episode.row and not self._innocent(episode, reply):
                 return (
-                    f"a message of {episode.name} has what was sampled for {reply.name}: "
+                    f"a message of {episode.name} contains text sampled for {reply.name}: "
                     f"{reply.text[:80]!r}"
                 )
         return ""
 
-    def _candidates(self, role: str, text: str) -> Iterator[_Reply]:
+    def _candidates(self, role: str, text: str) -> Iterator[_SampledText]:
         if role == "assistant":
             found = self._replies.get(text.strip()[:_WHOLE], ())
             yield from (reply for reply in found if reply.text == text.strip())
         for place in range(min(len(text), _LONGEST) - _PART + 1):
             yield from self._replies.get(text[place : place + _PART], ())
 
-    def _innocent(self, episode: _Episode, reply: _Reply) -> bool:
-        """It stands in the row, was sampled for it too, or was itself taken from a prompt."""
+    def _innocent(self, episode: _Episode, reply: _SampledText) -> bool:
+        """Whether the text is in the row, was sampled for it too, or came from a prompt itself."""
         part = reply.text[:_PART]
         return (
             part in reply.asked

@@ -76,7 +76,7 @@ def stage_rule(stage: str, settings: GrpoConfig, batch_size: int) -> Staleness:
 
 
 def foretell(rule: Staleness) -> str:
-    """What the rule lets start, and after how many batches nothing more, before it is tried."""
+    """The capacity at the start, and the batches after which it is 0, before it is tried."""
     first = rule.allowed(0)
     return (
         f"capacity {rule.capacity(version=0, running=0, accepted=0)} groups at the start; 0 after "
@@ -86,7 +86,7 @@ def foretell(rule: Staleness) -> str:
 
 
 def explain(rule: Staleness, *, needed: int) -> str:
-    """Say before the start why rollout would block for ever; empty when it would not.
+    """Say before the start why rollout would block forever; empty when it would not.
 
     Args:
         rule: the settings.
@@ -104,12 +104,12 @@ def explain(rule: Staleness, *, needed: int) -> str:
             f"max_head_offpolicyness is {rule.max_head_offpolicyness}: "
             "a rollout cannot be newer than the weights it is for. Set it to 0 or more."
         )
-    # AReaL's own defaults (off-policyness 0, batch size 1) fall into this: rollout stops after one
-    # episode, and nothing says why.
+    # AReaL's own defaults (off-policyness 0, batch size 1) hit this: rollout stops after one
+    # episode without a message.
     allowed = rule.allowed(0)
     if allowed < needed:
         return (
-            f"rollout blocks for ever after {allowed} accepted: "
+            f"rollout blocks forever after {allowed} accepted: "
             f"(max_head_offpolicyness {rule.max_head_offpolicyness} + version 0 + 1) * batch_size "
             f"{rule.batch_size} = {allowed}, but the consumer takes {needed} before it raises the "
             f"version. Set batch_size to {needed}, what one update consumes."

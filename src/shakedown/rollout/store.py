@@ -1,4 +1,4 @@
-"""What trainer and orchestrator hand each other: files in one folder, each whole or not there.
+"""The exchange of trainer and orchestrator: files in one folder, each whole or absent.
 
 batches/step_000007.npz      rollouts for step 7, written by the orchestrator
 weights/v000007/             weights after step 7 (a Hugging Face folder), written by the trainer
@@ -186,7 +186,7 @@ class RolloutStore:
         return _read_version(self.root / "loaded.json")
 
     def finish_trainer(self) -> None:
-        """The trainer needs no more batches."""
+        """Note that the trainer needs no more batches."""
         write_json(self.root / "finished.json", {"version": self.latest_version()})
 
     def trainer_finished(self) -> bool:

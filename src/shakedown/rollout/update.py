@@ -61,7 +61,7 @@ def update_server(path: Path, model: str, *, within: float) -> float:
 
 
 def _check_same_kind(endpoint: Endpoint, folder: Path) -> None:
-    """Refuse weights of another architecture, before the engine dies of them for everybody.
+    """Refuse weights of another architecture, which would crash the engine for everybody.
 
     Raises:
         UsageError: names, shapes or sizes differ.
@@ -71,7 +71,7 @@ def _check_same_kind(endpoint: Endpoint, folder: Path) -> None:
     if found:
         more = f" (and {len(found) - _SHOWN} more)" if len(found) > _SHOWN else ""
         raise UsageError(
-            f"{folder} is another model than {endpoint.name} serves ({served}): "
+            f"{folder} is a different model from the one that {endpoint.name} serves ({served}): "
             f"{'; '.join(found[:_SHOWN])}{more}",
             hint=f"start a server of its own: shakedown serve start --engine {endpoint.engine} "
             f"--model {shlex.quote(str(folder))} --out FOLDER",

@@ -34,7 +34,7 @@ class WeightUpdateError(ServerError):
 
 @dataclass(frozen=True)
 class Expected:
-    """What the trainer says of its own weights: `logprobs` of `tokens[1:]`."""
+    """The trainer's own answer with its weights: `logprobs` of `tokens[1:]`."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -103,7 +103,7 @@ class _Replica:
         return found[0].cached_tokens or 0
 
     async def answers(self, probe: Sequence[int]) -> bool:
-        """Whether it does so soon."""
+        """Whether the replica answers soon."""
         try:
             async with asyncio.timeout(_SOON_SECONDS):
                 await self.cached(probe)
@@ -237,7 +237,7 @@ class WeightSync:
             )
 
     async def _unchanged(self, weights: Weights) -> bool:
-        """Whether the new weights are the old ones: without any reward nothing is learned."""
+        """Whether new and old weights are equal, as where no reward taught anything."""
         if self._digest:
             return weights.digest == self._digest
         if self._initial is None or not self._initial.is_dir():
@@ -261,7 +261,7 @@ class WeightSync:
                 )
 
     async def _computed(self, weights: Weights) -> Expected | None:
-        """By transformers, for the first version: the way of loading is right or wrong for all.
+        """The answer by transformers, for the first version: loading is right or wrong for all.
 
         Later versions are compared by the trainer, which reports its mismatch in every step.
         """

@@ -147,7 +147,7 @@ def test_a_history_that_episodes_share_is_found_by_its_contents(
     assert (code, causes) == ((1, [""] * 2 + ["shared_history"] * 6) if shared else (0, [""] * 8))
     if shared:
         assert (
-            "a message of sample 0 of row 1 has what was sampled for sample" in lines[2]["detail"]
+            "a message of sample 0 of row 1 contains text sampled for sample" in lines[2]["detail"]
         )
         assert "of row 0: 'talk 0: the quick" in lines[2]["detail"]
         assert "not in the class" in finding(verdict, "failed_shared_history").remedy

@@ -443,7 +443,7 @@ def test_the_batch_at_which_the_rollout_blocks_is_the_one_of_areals_rule(
 
     batches = _batches(256, own, behind, limit=5000)
     when = f"after {batches} batches" if batches else "before the first batch is full"
-    told = f"train_dataset.batch_size, 256: the rollout blocks for ever {when}"
+    told = f"train_dataset.batch_size, 256: the rollout blocks forever {when}"
     assert found == ([] if own == 256 else [told])
 
 

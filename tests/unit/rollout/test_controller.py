@@ -37,7 +37,7 @@ def test_capacity_is_areals_formula(
 def test_settings_that_block_for_ever_are_explained_before_the_start() -> None:
     trap = explain(Staleness(64, 0, 1), needed=32)
 
-    assert "blocks for ever after 1 accepted" in trap
+    assert "blocks forever after 1 accepted" in trap
     assert "Set batch_size to 32" in trap
 
 

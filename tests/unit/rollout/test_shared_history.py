@@ -41,7 +41,7 @@ def fault(history: SharedHistory, *messages: Message, row: Any = "second", own: 
 def test_a_reply_of_another_row_is_found_and_both_episodes_are_named() -> None:
     found = fault(history_with(LONG), said("user", f"Before: {LONG} And now?"))
 
-    assert "a message of sample 3 of row 1 has what was sampled for sample 0 of row 0" in found
+    assert "a message of sample 3 of row 1 contains text sampled for sample 0 of row 0" in found
     assert "The quick brown fox" in found
 
 

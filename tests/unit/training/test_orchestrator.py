@@ -123,7 +123,7 @@ async def test_a_resumed_orchestrator_hands_out_what_waited_and_goes_on_after_it
             later += [await _published(store, 4)]
 
     assert np.array_equal(again.tokens, waiting.tokens)
-    assert "batches of steps 2 to 2 out of the checkpoint" in capsys.readouterr().out
+    assert "batches of steps 2 to 2 from the checkpoint" in capsys.readouterr().out
     used = [prompt for batch in (first, waiting, *later) for prompt in _prompts(batch)]
     # All nine prompts have groups: a reward that fails is 0.
     assert (len(used), len(set(used))) == (8, 8)

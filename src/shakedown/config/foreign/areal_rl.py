@@ -53,7 +53,7 @@ def _staleness(d: Document) -> list[Finding]:
     if batches is None or (steps is not None and steps <= batches):
         return []
     expected = (
-        f"train_dataset.batch_size, {batch}: the rollout blocks for ever "
+        f"train_dataset.batch_size, {batch}: the rollout blocks forever "
         f"{f'after {batches} batches' if batches else 'before the first batch is full'}"
     )
     # What is rejected does not count as accepted, and with dynamic_bs it fills a batch.

@@ -1,7 +1,7 @@
-"""What a protocol has to give, and what several of them need to read hostile bodies.
+"""The interface of a protocol, and helpers to read hostile bodies.
 
-Every protocol is translated into one chat completion and back: the engine's chat replies are what
-has token ids. A prompt of token ids is one completion instead. Pure.
+Every protocol is translated into one chat completion and back, as the engine's chat replies have
+token ids. A prompt of token ids is one completion instead. Pure.
 """
 
 import json
@@ -12,14 +12,14 @@ from typing import Any
 
 from shakedown.rollout.agent_calls import SAMPLING, Body, RefusedCallError
 
-# They change nothing that is sampled, shown or kept for a later call.
+# Parameters that change nothing that is sampled, shown or kept for a later call.
 COMMON = frozenset({"metadata", "service_tier", "user"})
 # Chat parameters of vLLM that other protocols' clients give as extra_body.
 EXTRAS = frozenset({"chat_template_kwargs", "parallel_tool_calls", "stream", *SAMPLING})
 
 
 class Reply(ABC):
-    """One reply on its way to the agent: fed with chat chunks, tells the protocol's events.
+    """One reply on its way to the agent: takes chat chunks, gives the protocol's events.
 
     A reply that was not streamed is fed as one chunk, and `whole` is the answer.
     """
@@ -111,7 +111,7 @@ def an_object(value: Any, where: str) -> Body:
     """A JSON object.
 
     Raises:
-        RefusedCallError: it is none.
+        RefusedCallError: it is another value.
     """
     if not isinstance(value, dict):
         raise RefusedCallError(f"{where} is {value!r:.60}: expected a JSON object")
@@ -122,7 +122,7 @@ def a_list(value: Any, where: str) -> list[Any]:
     """A JSON array; null is an empty one.
 
     Raises:
-        RefusedCallError: it is none.
+        RefusedCallError: it is another value.
     """
     if not isinstance(value, list | None):
         raise RefusedCallError(f"{where} is {value!r:.60}: expected a JSON array")
@@ -133,7 +133,7 @@ def a_text(value: Any, where: str) -> str:
     """A string.
 
     Raises:
-        RefusedCallError: it is none.
+        RefusedCallError: it is another value.
     """
     if not isinstance(value, str):
         raise RefusedCallError(f"{where} is {value!r:.60}: expected a string")
@@ -144,7 +144,7 @@ def one_of(value: Any, allowed: tuple[Any, ...], where: str) -> None:
     """Refuse other values.
 
     Raises:
-        RefusedCallError: it is another one.
+        RefusedCallError: it is another value.
     """
     if value not in allowed:
         choices = ", ".join(str(each) for each in allowed if each is not None)
@@ -158,7 +158,7 @@ def texts(content: Any, kinds: tuple[str, ...], where: str) -> Any:
         kinds: the types of blocks that hold text.
 
     Raises:
-        RefusedCallError: it is neither, or something in it is no text, such as an image.
+        RefusedCallError: it is neither, or something in it is not text, such as an image.
     """
     if isinstance(content, str):
         return content
@@ -194,7 +194,7 @@ def tool_call(call_id: Any, name: Any, arguments: str) -> Body:
 
 
 def pieces(delta: Mapping[str, Any]) -> Iterator[tuple[str, int, Body]]:
-    """What a chat delta brings, as (kind, number, details): reasoning, then text, then tools.
+    """The parts of a chat delta, as (kind, number, details): reasoning, then text, then tools.
 
     Number: which tool call; 0 for text. Details: `text` of any kind, `id` and `name` of a tool.
     """

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: what the engine itself speaks."""
+"""OpenAI's chat completions: the engine's own protocol."""
 
 import json
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ class ChatReply(Reply):
         return reply
 
     def failed(self, status: int, message: str) -> bytes:
-        """An error in the place of a chunk."""
+        """An error event instead of a chunk."""
         return _event(openai_error(status, message))
 
 

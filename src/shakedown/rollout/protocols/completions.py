@@ -63,10 +63,10 @@ def _is_one_prompt(prompt: Any) -> bool:
 
 
 class CompletionsReply(ChatReply):
-    """Not streamed: `to_chat` refuses that."""
+    """A reply of completions, never streamed: `to_chat` refuses that."""
 
     def whole(self, reply: Body) -> Body:
-        """The engine's reply again; what was not asked for has been taken out of it."""
+        """The engine's reply without the fields that the agent did not ask for."""
         choices = [_own_choice(choice) for choice in reply["choices"]]
         return {**reply, "choices": choices}
 

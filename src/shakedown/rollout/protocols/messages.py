@@ -66,7 +66,7 @@ def to_chat(body: Body) -> Body:
 
 
 def _check_context(body: Body) -> None:
-    """Claude Code asks that all thinking be kept, which it is; edits take from the history."""
+    """Refuse edits that shorten the history; Claude Code's "keep all thinking" is harmless."""
     context = an_object(body.get("context_management") or {}, "context_management")
     for edit in a_list(context.get("edits"), "context_management: edits"):
         if an_object(edit, "an edit of context_management").get("keep") != "all":
@@ -88,7 +88,7 @@ def _message(message: Body) -> Iterator[Body]:
 
 
 def _user(role: str, blocks: list[Any]) -> Iterator[Body]:
-    """Results of tools are messages of their own in chat."""
+    """Messages of a user: results of tools are separate messages in chat."""
     said: list[str] = []
     for block in blocks:
         kind = an_object(block, "a block of content").get("type")

@@ -85,7 +85,7 @@ def _check(body: Body) -> None:
 
 
 def _add(messages: list[Body], item: Body) -> None:
-    """A message, a call and thoughts of one turn are one message in chat."""
+    """Add an item: a message, a call and thoughts of one turn are one message in chat."""
     kind = item.get("type", "message")
     kinds = ("message", "function_call", "function_call_output", "reasoning")
     one_of(kind, kinds, "the type of an item of input")
