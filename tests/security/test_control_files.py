@@ -18,7 +18,7 @@ from shakedown.core.lease import Holder
 from shakedown.core.paths import ServerPaths, StagePaths
 from shakedown.core.verdict import Verdict
 from shakedown.inference.engines import LaunchSpec
-from shakedown.inference.folder import Endpoint, ServerOrder, State, read_endpoint, read_state
+from shakedown.inference.folder import Endpoint, ServerOrder, ServerState, read_endpoint, read_state
 from shakedown.inference.server import ensure, stop
 from shakedown.processes.guard import look
 from shakedown.training.checkpoint.checkpoints import Meta, find
@@ -174,7 +174,7 @@ def test_what_names_a_servers_processes_ends_nothing_where_others_can_write_it(
     found = look(victim.pid)
     assert found is not None
     try:
-        State("running", "n", victim.pid).write(folder.state)
+        ServerState("running", "n", victim.pid).write(folder.state)
         folder.state.chmod(0o664)
         with pytest.raises(UntrustedError, match=r"state\.json can be written by its group"):
             stop(tmp_path)

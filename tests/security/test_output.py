@@ -25,7 +25,7 @@ from shakedown.core.outcome import Outcome
 from shakedown.core.paths import RunPaths
 from shakedown.core.verdict import Finding, Verdict
 from shakedown.core.visible import masked
-from shakedown.inference.folder import State
+from shakedown.inference.folder import ServerState
 from shakedown.report.text import page_environment
 from shakedown.slurm.hostlist import node_name
 from shakedown.training.metrics.record import MetricsLog
@@ -264,7 +264,7 @@ def test_damaged_metrics_rows_cost_a_stage_neither_its_outcome_nor_its_next_star
 def test_a_lease_of_an_impossible_process_is_refused_and_nobody_is_signalled(
     action: str, pid: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    State("running", node_name(), os.getpid()).write(tmp_path / "state.json")
+    ServerState("running", node_name(), os.getpid()).write(tmp_path / "state.json")
     holder = asdict(Holder.here("the daemon"))
     write_json(tmp_path / "daemon" / ".lease" / "1", {**holder, "pid": pid})
 

@@ -21,7 +21,7 @@ from shakedown.core.files import write_json
 from shakedown.core.lease import Holder
 from shakedown.core.paths import EvidencePaths, ServerPaths
 from shakedown.core.private import own_folder
-from shakedown.inference.folder import State
+from shakedown.inference.folder import ServerState
 from shakedown.inference.server import stop
 from shakedown.monitor.collect import hooked, proc
 from shakedown.processes import guard
@@ -144,7 +144,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServerPaths:
 def write_records(folder: ServerPaths, stranger: Stranger, **changes: Any) -> None:
     """A server and a daemon whose numbers the stranger has, with another start."""
     started, boot = changes.get("started", stranger.started - 1), changes.get("boot", boot_id())
-    State("running", node_name(), stranger.pid).write(folder.state)
+    ServerState("running", node_name(), stranger.pid).write(folder.state)
     holder = replace(Holder.here("the daemon"), pid=stranger.pid, started=started, boot=boot)
     own_folder(folder.daemon / ".lease")
     write_json(folder.daemon / ".lease" / "1", asdict(holder))

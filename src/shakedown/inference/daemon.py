@@ -28,9 +28,9 @@ from shakedown.core.http import LOOPBACK
 from shakedown.core.paths import ServerPaths
 from shakedown.core.private import close_to_others
 from shakedown.inference.auth import read_secret
-from shakedown.inference.engines import Launch, get_engine
+from shakedown.inference.engines import ServerLaunch, get_engine
 from shakedown.inference.explain import LogWatch
-from shakedown.inference.folder import ServerOrder, State, order_of, read_endpoint
+from shakedown.inference.folder import ServerOrder, ServerState, order_of, read_endpoint
 from shakedown.inference.idle_limit import IdleLimit
 from shakedown.inference.metrics import Metrics, RequestWatch, read_metrics
 from shakedown.slurm.hostlist import node_name
@@ -70,7 +70,7 @@ def keep(folder: ServerPaths, order: ServerOrder) -> int:
 def _keep(folder: ServerPaths, order: ServerOrder, signals: _Signals) -> int:
     # The state is written before anything can fail: whoever started this process waits for that
     # file and does not see its exit code.
-    state = State("starting", node_name())
+    state = ServerState("starting", node_name())
     state.write(folder.state)
     try:
         # Only here, on the node where the server runs, is it known which addresses and ports there
@@ -83,7 +83,7 @@ def _keep(folder: ServerPaths, order: ServerOrder, signals: _Signals) -> int:
         return int(error.exit_code)
 
 
-def _run(folder: ServerPaths, order: ServerOrder, state: State, signals: _Signals) -> int:
+def _run(folder: ServerPaths, order: ServerOrder, state: ServerState, signals: _Signals) -> int:
     launch = get_engine(order.engine).launch(order.spec)
     # Read once, as the engine does: a file that is lost later ends no server.
     asked = RequestWatch(partial(_metrics, order, read_secret(Path(order.spec.secret))))
@@ -103,7 +103,7 @@ def _now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
-def _end(folder: ServerPaths, state: State) -> None:
+def _end(folder: ServerPaths, state: ServerState) -> None:
     """Say that the server has ended: in its state, and where its consumers look."""
     state = replace(state, phase="ended", ended=state.ended or _now())
     # Whoever damaged or took over that file, the state is written.
@@ -128,8 +128,8 @@ def _watch(
     supervisor: Supervisor,
     limit: IdleLimit,
     signals: _Signals,
-    state: State,
-) -> State:
+    state: ServerState,
+) -> ServerState:
     """Why the server is to end, and its exit code when it ended by itself."""
     log = LogWatch(folder.log)
     while True:
@@ -214,7 +214,7 @@ def _outward_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def _component(order: ServerOrder, launch: Launch, folder: ServerPaths) -> Component:
+def _component(order: ServerOrder, launch: ServerLaunch, folder: ServerPaths) -> Component:
     # Its sockets (vLLM's between its own processes) take commands from whoever can open them.
     return Component(
         order.name, "inference", launch.argv, folder.log, launch.env, own_temporary=True

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Cause:
+class LikelyCause:
     """A likely cause, in words, and what to do."""
 
     text: str
@@ -14,7 +14,7 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class Rule:
+class CausePattern:
     """A line that an engine, a library, the kernel or Slurm writes, and what it means.
 
     `source`: the code that writes it (below site-packages) or a public report of it.
@@ -34,58 +34,58 @@ _ERROR = re.compile(r"(?<![\w`'\"])\w{1,80}(?:Error|Exception): [^\n]{1,300}")
 
 # No pattern has an unbounded `.*`: a log of repeated words would be searched for minutes.
 # The first rule whose pattern is found decides: from the most exact to the most general.
-RULES: tuple[Rule, ...] = (
-    Rule(
+RULES: tuple[CausePattern, ...] = (
+    CausePattern(
         r"(?i)address already in use|Errno 98\b",
         "the port is in use",
         "choose another --port, or leave it out and a free one is taken",
         "Linux's EADDRINUSE, as Python and uvicorn write it",
     ),
-    Rule(
+    CausePattern(
         r"operator torchvision::\w+ does not exist|No module named '?torchvision"
         r"|requires the Torchvision library",
         "torchvision is missing, or made for another torch",
         "install the one made for this torch; for text alone: pip uninstall torchvision",
         "vllm-project/vllm issue 7940; transformers/utils/import_utils.py",
     ),
-    Rule(
+    CausePattern(
         r"No module named '?(vllm|sglang|transformers)|ModuleNotFoundError",
         "the engine or a part of it is not installed",
         "pip install 'slurm-shakedown[cpu]', or '[cuda]' or '[sglang]' on a machine with GPUs",
         "Python's import",
     ),
-    Rule(
+    CausePattern(
         r"unrecognized arguments?|No such option|invalid choice|the following arguments are",
         "the engine does not know an argument",
         "fix serve.extra_args: the log says which argument",
         "argparse, and click of `transformers serve`",
     ),
-    Rule(
+    CausePattern(
         r"architectures \[.{0,300}\] (are not supported|failed to be inspected)"
         r"|does not recognize this architecture",
         "the engine does not know the model's architecture",
         "install an engine and transformers that know it, or serve another model",
         "vllm/model_executor/models/registry.py; transformers/models/auto/configuration_auto.py",
     ),
-    Rule(
+    CausePattern(
         r"attention heads \(\d+\) must be divisible by tensor parallel",
         "the model's sizes cannot be cut as serve.allocation says",
         "choose a t of serve.allocation that divides the number of attention heads",
         "vllm/config/model.py",
     ),
-    Rule(
+    CausePattern(
         r"401 Client Error|403 Client Error|gated repo|GatedRepo",
         "the hub refuses the model: it is private, gated, or there is none of that name",
         "check model.source, then export HF_TOKEN of an account that may read it",
         "huggingface_hub/utils/_http.py",
     ),
-    Rule(
+    CausePattern(
         r"Cannot find any model weights|does not appear to have a file named (model|pytorch_model)",
         "the model's folder holds no weights",
         "put *.safetensors beside config.json: the download or export is not complete",
         "vllm/model_executor/model_loader/default_loader.py; transformers/modeling_utils.py",
     ),
-    Rule(
+    CausePattern(
         # vLLM reads the header itself, too: a Git LFS pointer ends it with a MemoryError there.
         r"SafetensorError|Error while deserializing header|in parse_safetensors_file_metadata"
         r"|for VllmConfig\s{1,9}Value error, (Expecting|Unterminated string|Extra data)",
@@ -94,7 +94,7 @@ RULES: tuple[Rule, ...] = (
         "pointer: git lfs pull",
         "safetensors' Python binding; vllm/transformers_utils/utils.py",
     ),
-    Rule(
+    CausePattern(
         r"Attempted to load weight|There is no module or parameter named"
         r"|size mismatch for \w|The size of tensor a .{0,60}must match the size of tensor b",
         "the weights do not fit config.json",
@@ -102,26 +102,26 @@ RULES: tuple[Rule, ...] = (
         "vllm/model_executor/model_loader/weight_utils.py; vllm/model_executor/models/utils.py; "
         "torch's load_state_dict",
     ),
-    Rule(
+    CausePattern(
         r"contains custom code which must be executed|requires you to execute custom code"
         r"|consider setting `trust_remote_code",
         "the model brings code of its own, which the engine does not run unasked",
         "read that code; then --trust-remote-code in serve.extra_args",
         "transformers/dynamic_module_utils.py; vllm/transformers_utils/config.py",
     ),
-    Rule(
+    CausePattern(
         r"Can't load tokenizer for|Couldn't instantiate the backend tokenizer",
         "the model's folder holds no tokenizer",
         "put tokenizer.json and tokenizer_config.json beside config.json",
         "transformers/tokenization_utils_base.py and tokenization_utils_tokenizers.py",
     ),
-    Rule(
+    CausePattern(
         r"Unknown quantization method|Quantization method specified in the model config",
         "the engine does not know the model's quantisation, or was told another one",
         "take --quantization out of serve.extra_args, or serve weights that are not quantised",
         "vllm/config/model.py",
     ),
-    Rule(
+    CausePattern(
         r"No available memory for the cache|less than requested memory for kv"
         r"|larger than the available KV cache memory|Please try to increase --mem-fraction-static"
         r"|Memory footprint \d+ is more than available memory",
@@ -131,33 +131,33 @@ RULES: tuple[Rule, ...] = (
         "vllm/v1/core/kv_cache_utils.py; sgl-project/sglang issue 4330; "
         "transformers/generation/continuous_batching/cache.py",
     ),
-    Rule(
+    CausePattern(
         r"CUDA out of memory|CUDA error: out of memory|less than desired GPU memory utilization",
         "out of memory: the GPU's memory is full",
         "nvidia-smi: does another process hold it? else lower --gpu-memory-utilization or "
         "--mem-fraction-static in serve.extra_args, or cut the model over more GPUs",
         "torch's allocator; vllm/v1/worker/utils.py",
     ),
-    Rule(
+    CausePattern(
         r"(?i)oom[-_ ]kill|Out of memory: Killed process|worker died \(-9\)",
         "out of memory: the kernel killed a process",
         "lower serve.kv_cache_gb, or ask for more memory: sacct -j JOB -o State,MaxRSS,ReqMem",
         "Linux's mm/oom_kill.c; slurmstepd; vllm-project/vllm issue 15800",
     ),
-    Rule(
+    CausePattern(
         r"[Oo]ut of memory|OutOfMemory|Cannot allocate memory|MemoryError",
         "out of memory",
         "lower serve.kv_cache_gb or serve.max_model_len, or use a machine with more memory",
         "Python's MemoryError, Linux's ENOMEM, torch.OutOfMemoryError",
     ),
-    Rule(
+    CausePattern(
         r"NCCL error|ncclUnhandledCudaError|ncclSystemError|ncclInternalError|ncclRemoteError"
         r"|Watchdog caught collective operation timeout",
         "NCCL: the GPUs could not work together",
         "shakedown preflight; then start with NCCL_DEBUG=INFO: its lines before the error say why",
         "vllm-project/vllm issues 20226 and 10626; torch's ProcessGroupNCCL.cpp",
     ),
-    Rule(
+    CausePattern(
         r"Repository Not Found|RepositoryNotFound|not a valid model identifier"
         r"|does not appear to have a file named|is not a local folder"
         r"|couldn't connect to|Cannot find the requested files|LocalEntryNotFound"
@@ -166,21 +166,21 @@ RULES: tuple[Rule, ...] = (
         "check model.source: a folder with config.json and *.safetensors, or a hub name",
         "huggingface_hub/utils/_http.py; transformers/utils/hub.py",
     ),
-    Rule(
+    CausePattern(
         r"max_model_len .{0,40}greater than the derived",
         "serve.max_model_len is longer than the model allows",
         "lower serve.max_model_len",
         "vllm/config/model.py",
     ),
     # Late: libnuma also warns where something else then ends the server.
-    Rule(
+    CausePattern(
         r"numa_migrate_pages failed|libnuma: (Warning|Error)|set_mempolicy: "
         r"|numactl: .{0,80}(failed|not permitted|invalid)",
         "NUMA: the engine may not bind its memory or threads here",
         "set VLLM_CPU_OMP_THREADS_BIND=nobind, or allow the container SYS_NICE",
         "vllm-project/vllm issue 10556, pull requests 31519 and 45438",
     ),
-    Rule(
+    CausePattern(
         r"No space left on device",
         "a disk is full",
         "free space (also in /dev/shm and in the cache folder of the home directory)",
@@ -189,14 +189,14 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def likely_cause(log: str, returncode: int | None = None) -> Cause | None:
+def likely_cause(log: str, returncode: int | None = None) -> LikelyCause | None:
     """The cause that the log names, or that a death by SIGKILL suggests."""
     for rule in RULES:
         if re.search(rule.pattern, log):
-            return Cause(rule.cause, rule.remedy)
+            return LikelyCause(rule.cause, rule.remedy)
     # -9 as Python gives a death by SIGKILL, 137 (128 + 9) as a shell or a container gives it.
     if returncode in (-9, 137):
-        return Cause(
+        return LikelyCause(
             "killed from outside, most often by the kernel for lack of memory",
             "dmesg | tail; or ask Slurm: sacct -j JOB -o State,MaxRSS",
         )
@@ -220,7 +220,7 @@ class LogWatch:
 
     def __init__(self, path: Path) -> None:
         self._path, self._read, self._end = path, 0, ""
-        self._last: Cause | None = None
+        self._last: LikelyCause | None = None
 
     @property
     def trouble(self) -> str:
@@ -233,7 +233,7 @@ class LogWatch:
         self._read_on()
         return self.trouble != before
 
-    def cause(self, returncode: int | None) -> Cause | None:
+    def cause(self, returncode: int | None) -> LikelyCause | None:
         """Why the server ended: by the log's end, by what it named before, by its exit code."""
         while self._read_on():
             pass

@@ -36,7 +36,7 @@ _NO_FOLDER = "/shakedown/no/such/weights"
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _SeenServer:
     """The engine whose protocol it speaks, the name of its model, what it can do."""
 
     engine: str
@@ -75,9 +75,9 @@ def attach(order: ServerOrder, folder: ServerPaths, say: Callable[[str], None]) 
 
 def _seen_alike(
     urls: Sequence[str], key: str, order: ServerOrder, say: Callable[[str], None]
-) -> _Seen:
+) -> _SeenServer:
     """What the servers that answer have in common."""
-    seen: dict[str, _Seen] = {}
+    seen: dict[str, _SeenServer] = {}
     faults: list[ServerError] = []
     for url in urls:
         try:
@@ -100,7 +100,7 @@ def _seen_alike(
     return replace(first, able=Capabilities(**{k: all(a[k] for a in able) for k in able[0]}))
 
 
-def _checked(url: str, key: str, order: ServerOrder) -> _Seen:
+def _checked(url: str, key: str, order: ServerOrder) -> _SeenServer:
     seen = asyncio.run(_ask(url, key, order))
     if seen.engine == KIND:
         fault = generation_fault(get_engine(KIND), url, seen.served, key)
@@ -163,7 +163,7 @@ def _key(order: ServerOrder) -> str:
     return key
 
 
-async def _ask(url: str, key: str, order: ServerOrder) -> _Seen:
+async def _ask(url: str, key: str, order: ServerOrder) -> _SeenServer:
     for name in _SPOKEN:
         engine = token_engine(name)
         async with Client(engine, url, "", api_key=key, timeout=_SECONDS) as client:
@@ -172,8 +172,8 @@ async def _ask(url: str, key: str, order: ServerOrder) -> _Seen:
                 await client.generate(_TOKENS, max_tokens=2)
             except ServerError:
                 continue
-            return _Seen(name, client.model, await _abilities(client, engine))
-    return _Seen(KIND, client.model, get_engine(KIND).capabilities)
+            return _SeenServer(name, client.model, await _abilities(client, engine))
+    return _SeenServer(KIND, client.model, get_engine(KIND).capabilities)
 
 
 async def _served(url: str, key: str, order: ServerOrder) -> str:
@@ -215,7 +215,7 @@ async def _updates(client: Client, engine: TokenEngine) -> bool:
         return False
 
 
-def _endpoint(order: ServerOrder, seen: _Seen, url: str, *, secret: str) -> Endpoint:
+def _endpoint(order: ServerOrder, seen: _SeenServer, url: str, *, secret: str) -> Endpoint:
     return Endpoint(
         name=order.name,
         engine=seen.engine,

@@ -68,7 +68,7 @@ class ServerOrder:
 
 
 @dataclass(frozen=True)
-class State:
+class ServerState:
     """What the daemon reports.
 
     `pid`: the server's, the daemon's child. `trouble`: what the log of the running server names;
@@ -195,11 +195,11 @@ def order_of(text: str) -> ServerOrder:
     return json_as(ServerOrder, json.loads(text))
 
 
-def read_state(path: Path) -> State | None:
+def read_state(path: Path) -> ServerState | None:
     """What the daemon reports; None before its first report."""
     if not path.exists():
         return None
-    return read_json_as(State, path, "server state", unknown="ignore", hint=_START)
+    return read_json_as(ServerState, path, "server state", unknown="ignore", hint=_START)
 
 
 def read_endpoint(path: Path) -> Endpoint:

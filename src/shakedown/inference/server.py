@@ -24,8 +24,8 @@ from shakedown.inference.engines import get_engine
 from shakedown.inference.folder import (
     Endpoint,
     ServerOrder,
+    ServerState,
     SlurmOptions,
-    State,
     launchable,
     read_endpoint,
     read_state,
@@ -55,7 +55,7 @@ _OWN_KEY = "VLLM_API_KEY"  # of the user's choice, for any engine
 
 
 @dataclass(frozen=True)
-class Status:
+class ServerStatus:
     """`alive`: a process of it runs or a job is queued; `answers`: a generation came back."""
 
     alive: bool
@@ -151,7 +151,7 @@ def _placed_as(endpoint: Endpoint, order: ServerOrder) -> ServerOrder:
     return replace(order, launcher=endpoint.order.launcher, slurm=slurm_options)
 
 
-def status(root: Path) -> Status:
+def status(root: Path) -> ServerStatus:
     """What the server does now.
 
     Raises:
@@ -161,7 +161,7 @@ def status(root: Path) -> Status:
     if endpoint := external.found(folder):
         fault = external.fault_of(endpoint)
         where = f"external server at {endpoint.base_url}"
-        return Status(fault is None, fault is None, f"{where}: {fault or 'answers'}")
+        return ServerStatus(fault is None, fault is None, f"{where}: {fault or 'answers'}")
     state, job = read_state(folder.state), job_id(folder)
     if state is None and not job:
         raise UsageError(
@@ -169,21 +169,23 @@ def status(root: Path) -> Status:
         )
     if not alive(folder):
         reason = (state.obituary or state.reason) if state is not None else ""
-        return Status(False, False, f"not running: {reason or 'its daemon is gone'}")
+        return ServerStatus(False, False, f"not running: {reason or 'its daemon is gone'}")
     if state is None or state.phase != "running":
         queued = job_state(folder)
         detail = f"job {job} {queued.state} ({queued.reason})" if queued else "daemon starting"
-        return Status(True, False, detail)
+        return ServerStatus(True, False, detail)
     if not folder.endpoint.is_file():
-        return Status(True, False, f"process {state.pid} on {state.node} is loading")
+        return ServerStatus(True, False, f"process {state.pid} on {state.node} is loading")
     endpoint = read_endpoint(root)
     fault = generation_fault(
         get_engine(endpoint.engine), endpoint.base_url, endpoint.served_name, endpoint.api_key()
     )
     if fault is not None:
         told = f"; its log names: {state.trouble}" if state.trouble else ""
-        return Status(True, False, f"process {state.pid} runs but does not answer: {fault}{told}")
-    return Status(True, True, f"answers at {endpoint.base_url} as {endpoint.served_name}")
+        return ServerStatus(
+            True, False, f"process {state.pid} runs but does not answer: {fault}{told}"
+        )
+    return ServerStatus(True, True, f"answers at {endpoint.base_url} as {endpoint.served_name}")
 
 
 def stop(root: Path, *, say: Say = print) -> str:
@@ -351,7 +353,7 @@ def sbatch_options(folder: ServerPaths, options: SlurmOptions) -> list[str]:
     return [*found, *(f"{key}={value}" for key, value in named.items() if value), *options.extra]
 
 
-def _daemon_says(order: ServerOrder, folder: ServerPaths, say: Say) -> State:
+def _daemon_says(order: ServerOrder, folder: ServerPaths, say: Say) -> ServerState:
     """Wait for the daemon to have started the server. Time in Slurm's queue does not count.
 
     Raises:
@@ -385,7 +387,7 @@ def _daemon_says(order: ServerOrder, folder: ServerPaths, say: Say) -> State:
     )
 
 
-def _endpoint(order: ServerOrder, folder: ServerPaths, state: State) -> Endpoint:
+def _endpoint(order: ServerOrder, folder: ServerPaths, state: ServerState) -> Endpoint:
     engine = get_engine(order.engine)
     job = job_id(folder)
     return Endpoint(
@@ -434,4 +436,4 @@ def _why_dead(folder: ServerPaths) -> str | None:
     return None if holder_of(folder.daemon) else "lost its daemon"
 
 
-__all__ = ["Status", "ensure", "start", "status", "stop"]
+__all__ = ["ServerStatus", "ensure", "start", "status", "stop"]

@@ -19,7 +19,7 @@ from shakedown.core.files import write_json, write_text
 from shakedown.core.paths import RunPaths
 from shakedown.core.verdict import Finding, Verdict
 from shakedown.inference.engines import LaunchSpec
-from shakedown.inference.folder import ENDPOINT_SCHEMA, ServerOrder, State
+from shakedown.inference.folder import ENDPOINT_SCHEMA, ServerOrder, ServerState
 from shakedown.monitor.heartbeat import Heartbeat
 
 
@@ -194,7 +194,11 @@ def test_status_says_how_the_server_is(
 ) -> None:
     with http_server(status) as url:
         order = ServerOrder("policy", "vllm", LaunchSpec("m"))
-        body = asdict(State("running", "n", 1)) | {"name": "policy", "engine": "vllm", "model": "m"}
+        body = asdict(ServerState("running", "n", 1)) | {
+            "name": "policy",
+            "engine": "vllm",
+            "model": "m",
+        }
         body |= {"base_url": url, "served_name": "policy", "started": "", "log": ""}
         body |= {"lease": {}, "launcher": {}, "capabilities": {}, "order": asdict(order)}
         path = RunPaths(tmp_path).server("policy").endpoint

@@ -10,7 +10,7 @@ from shakedown.core.errors import ServerError, UsageError
 from shakedown.core.paths import ServerPaths
 from shakedown.inference.engines import LaunchSpec, get_engine
 from shakedown.inference.external import attach
-from shakedown.inference.folder import ServerOrder, State, read_endpoint
+from shakedown.inference.folder import ServerOrder, ServerState, read_endpoint
 from shakedown.inference.metrics import watch_metrics
 from shakedown.inference.server import ensure, in_use, start, status, stop
 from tests.command import shakedown
@@ -66,7 +66,9 @@ def test_external_server_is_neither_ended_nor_leased(tmp_path: Path) -> None:
 def test_record_of_an_own_server_before_does_not_speak_for_the_external_one(
     tmp_path: Path,
 ) -> None:
-    State("ended", "node", 4_000_000, reason="stopped on request").write(tmp_path / "state.json")
+    ServerState("ended", "node", 4_000_000, reason="stopped on request").write(
+        tmp_path / "state.json"
+    )
     with running() as engine:
         start(order(engine), tmp_path)
         told = status(tmp_path)

@@ -18,7 +18,7 @@ from shakedown import cli
 from shakedown.core.files import write_json, write_text
 from shakedown.core.lease import Holder
 from shakedown.core.paths import RunPaths
-from shakedown.inference.folder import State
+from shakedown.inference.folder import ServerState
 from shakedown.monitor.heartbeat import encode, host_name
 from shakedown.monitor.workflow import WorkflowRun
 from shakedown.processes.recorded import Recorded
@@ -236,7 +236,7 @@ def test_a_server_whose_job_was_cancelled_is_gone_though_its_files_say_running(r
     write_text(folder.job, "17\n")
     write_text(folder.job_mark, f"{MARK}\n")
     write_json(folder.endpoint, {"base_url": "http://127.0.0.1:1"})
-    write_json(folder.state, asdict(State("running", "n1", 4)))
+    write_json(folder.state, asdict(ServerState("running", "n1", 4)))
     run.slurm_says(row("17", "CANCELLED", nodes="n1", comment=f"shakedown-{MARK}"))
 
     shown = run.shown()
@@ -258,7 +258,7 @@ def test_a_server_on_this_host_whose_process_is_gone_is_told(run: Run) -> None:
     folder, dead = run.paths.server("policy"), ended_process()
     node = WorkflowRun.here("").host
     write_json(folder.endpoint, {"base_url": "http://127.0.0.1:1"})
-    write_json(folder.state, asdict(State("running", node)))
+    write_json(folder.state, asdict(ServerState("running", node)))
     holder = replace(Holder.here("the daemon"), pid=dead.pid, started=dead.started)
     write_json(folder.daemon / ".lease" / "1", asdict(holder))
 

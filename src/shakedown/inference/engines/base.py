@@ -95,7 +95,7 @@ class LaunchSpec:
 
 
 @dataclass(frozen=True)
-class Launch:
+class ServerLaunch:
     """A command and the variables to lay over the caller's environment."""
 
     argv: tuple[str, ...]
@@ -164,7 +164,7 @@ class InferenceEngine(ABC):
     replica_label: str = ""
 
     @abstractmethod
-    def launch(self, spec: LaunchSpec, machine: Machine | None = None) -> Launch:
+    def launch(self, spec: LaunchSpec, machine: Machine | None = None) -> ServerLaunch:
         """The command and environment that start `spec` (on this machine when none is given)."""
 
     def served_name(self, spec: LaunchSpec) -> str:

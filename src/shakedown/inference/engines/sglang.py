@@ -13,10 +13,10 @@ from shakedown.inference.engines.base import (
     Capabilities,
     Completion,
     GenerationRequest,
-    Launch,
     LaunchSpec,
     Machine,
     Request,
+    ServerLaunch,
     TokenEngine,
     engine_environment,
     guarded_module,
@@ -50,7 +50,7 @@ class SglangEngine(TokenEngine):
     replica_label = "dp_rank"
     note = "this adapter follows SGLang's documentation; it was not run against the engine"
 
-    def launch(self, spec: LaunchSpec, machine: Machine | None = None) -> Launch:
+    def launch(self, spec: LaunchSpec, machine: Machine | None = None) -> ServerLaunch:
         machine = machine or this_machine()
         argv = guarded_module(spec, "sglang.launch_server")
         argv += ["--model-path", spec.model, "--served-model-name", spec.served_name]
@@ -70,7 +70,7 @@ class SglangEngine(TokenEngine):
         env = engine_environment(spec)
         if spec.logprobs == "raw":
             env["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"
-        return Launch((*argv, *spec.extra_args), env)
+        return ServerLaunch((*argv, *spec.extra_args), env)
 
     def probe(self, model: str) -> Request:  # noqa: ARG002 - one server, one model
         return Request("/generate", {"text": "1", "sampling_params": {"max_new_tokens": 1}})

