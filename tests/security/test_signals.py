@@ -25,8 +25,7 @@ from shakedown.inference.folder import ServerState
 from shakedown.inference.server import stop
 from shakedown.monitor.collect import hooked, proc
 from shakedown.processes import guard
-from shakedown.processes.identity import boot_id
-from shakedown.processes.recorded import Recorded
+from shakedown.processes.identity import Recorded, boot_id
 from shakedown.processes.workers import Worker
 from shakedown.slurm.hostlist import node_name
 from snakemake_executor_plugin_submitit import checkpoint, slurm
@@ -59,7 +58,7 @@ class Stranger:
         return self.process.poll() is None
 
     def end(self) -> None:
-        guard.send(guard.living({self.pid: self.started}), signal.SIGKILL)
+        guard.send(guard.live_members({self.pid: self.started}), signal.SIGKILL)
         self.process.communicate()
 
 
@@ -245,7 +244,7 @@ def test_a_signal_that_may_not_be_sent_keeps_no_other_back(
 
     real = guard.send_one
     monkeypatch.setattr(guard, "send_one", send)
-    both = guard.living({own.pid: own.started, stranger.pid: stranger.started})
+    both = guard.live_members({own.pid: own.started, stranger.pid: stranger.started})
     guard.send(sorted(both, key=lambda process: process.pid != own.pid), signal.SIGKILL)
 
     assert stranger.process.wait(10) == -signal.SIGKILL
@@ -290,7 +289,7 @@ def counting() -> Iterator[Stranger]:
 
 def hits(counting: Stranger) -> bytes:
     time.sleep(0.3)
-    guard.send(guard.living({counting.pid: counting.started}), signal.SIGKILL)
+    guard.send(guard.live_members({counting.pid: counting.started}), signal.SIGKILL)
     said, _ = counting.process.communicate()
     return said
 

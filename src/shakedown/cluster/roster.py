@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shakedown.core.errors import RefusedError
 from shakedown.core.files import read_json_as, write_json
-from shakedown.processes.guard import Process, end, living, look
+from shakedown.processes.guard import Process, end, live_members, look
 from shakedown.processes.identity import boot_id, pid_space
 
 _GUARD_SECONDS = 30.0  # above the guard's own grace time and its kill
@@ -69,10 +69,10 @@ def _end(roster: Roster, path: Path) -> None:
     known = {int(number): started for number, started in roster.sessions.items()}
     # Without its leader, a session of that number may be a newer one, so it is not signalled.
     proven = {number: start for number, start in known.items() if _lives(number, start)}
-    if living(proven, roster.marks):
+    if live_members(proven, roster.marks):
         print(f"{path.parent}: ending processes of a killed supervisor", flush=True)
         end(proven, _GRACE_SECONDS, roster.marks)
-    left = [each for each in living(known, roster.marks) if _is_own(each)]
+    left = [each for each in live_members(known, roster.marks) if _is_own(each)]
     if left:
         numbers = ",".join(str(each.pid) for each in left)
         raise RefusedError(

@@ -27,7 +27,7 @@ from shakedown.core.folders import storage_errors
 from shakedown.core.leftovers import private_folder
 from shakedown.core.private import make_folders, open_own
 from shakedown.processes import guard
-from shakedown.processes.guard import MARK, Process, living, look, send
+from shakedown.processes.guard import MARK, Process, live_members, look, send
 
 _POLL_SECONDS = 0.02
 _KILL_SECONDS = 10.0  # a killed process may have to finish an I/O wait first
@@ -259,7 +259,7 @@ class Supervisor:
         """The living members of those sessions that are not forgotten."""
         known = [self._sessions[s] for s in sessions if s in self._sessions]
         leaders = {child.process.pid: child.leader for child in known}
-        return living(leaders, {child.mark for child in known if child.mark})
+        return live_members(leaders, {child.mark for child in known if child.mark})
 
     def _gone(self, sessions: Sequence[int], seconds: float) -> bool:
         """Wait until no session has a living member, at most `seconds` even if new ones appear."""

@@ -18,7 +18,7 @@ from shakedown.core.lease import Holder
 from shakedown.core.paths import ServerPaths
 from shakedown.core.private import own_folder, read_own
 from shakedown.inference.folder import read_state
-from shakedown.processes.recorded import Recorded
+from shakedown.processes.identity import Recorded
 from shakedown.slurm import jobs
 
 POLL_SECONDS = 0.25

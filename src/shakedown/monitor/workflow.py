@@ -14,7 +14,7 @@ from shakedown.core.continued import WORKFLOW_SCHEMA, ProgramCall
 from shakedown.core.errors import UsageError
 from shakedown.core.files import json_as, read_object, write_json
 from shakedown.core.rows import JsonLines
-from shakedown.processes.recorded import Recorded
+from shakedown.processes.identity import Recorded
 from shakedown.slurm.hostlist import node_name
 from shakedown.slurm.jobs import CLUSTER, JOB_ID
 

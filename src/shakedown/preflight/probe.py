@@ -30,7 +30,7 @@ from shakedown.preflight.datatypes import (
     has_fault,
 )
 from shakedown.preflight.faults import with_faults
-from shakedown.processes.guard import living, look, send
+from shakedown.processes.guard import live_members, look, send
 from shakedown.slurm.hostlist import node_name
 
 # Forking shares imported modules, so processes are light. This program has one thread.
@@ -62,7 +62,7 @@ def run_checks(
         for ready in [connection for connection in waiting if connection in answered]:
             reports[waiting.pop(ready)] = _receive(ready)
     for name in waiting.values():
-        send(living(leaders[name]), signal.SIGKILL)
+        send(live_members(leaders[name]), signal.SIGKILL)
         reports[name] = CheckReport(
             error=f"no answer within {request.limit:g} s", seconds=request.limit
         )

@@ -84,7 +84,7 @@ def group(number: int, leader: int | None) -> list[Process]:
     return found if now is None or now.started == leader else []
 
 
-def living(leaders: Mapping[int, int], marks: Collection[str] = ()) -> list[Process]:
+def live_members(leaders: Mapping[int, int], marks: Collection[str] = ()) -> list[Process]:
     """Living members of sessions that are known by their leaders' number and start.
 
     With `marks` also what bears one of them, in whatever session, and all that descends from these:
@@ -187,14 +187,14 @@ def watch() -> tuple[dict[int, int], set[str]]:
 
 def end(leaders: Mapping[int, int], grace: float, marks: Collection[str] = ()) -> None:
     """SIGTERM, `grace` seconds, SIGKILL to what is left of the sessions."""
-    found = living(leaders, marks)
+    found = live_members(leaders, marks)
     send(found, signal.SIGTERM)
     # A stopped process takes SIGTERM only when it goes on.
     send(found, signal.SIGCONT)
     deadline = time.monotonic() + grace
     # A process that forks while it is killed needs more than one round.
     kills = 100
-    while kills and (found := living(leaders, marks)):
+    while kills and (found := live_members(leaders, marks)):
         # A session that was seen empty is over: its number may be given to another one.
         leaders = {p.session: leaders[p.session] for p in found if p.session in leaders}
         if time.monotonic() >= deadline:

@@ -21,7 +21,7 @@ from shakedown.core.paths import RunPaths
 from shakedown.inference.folder import ServerState
 from shakedown.monitor.heartbeat import encode, host_name
 from shakedown.monitor.workflow import WorkflowRun
-from shakedown.processes.recorded import Recorded
+from shakedown.processes.identity import Recorded
 from shakedown.progress.signs import Beat
 
 CONFIG = "run: demo\nstages:\n  sft: {algorithm: sft, steps: 40}\n"
