@@ -21,7 +21,7 @@ from shakedown.core.errors import (
     did_you_mean,
     storage_hint,
 )
-from shakedown.core.private import close_to_others
+from shakedown.core.private import restrict_umask
 from shakedown.core.visible import visible_output
 
 # name -> what it does. The module `shakedown.commands.<name>` has EXAMPLES, add_arguments(parser)
@@ -62,7 +62,7 @@ _STORAGE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, err
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    umask = close_to_others()
+    umask = restrict_umask()
     try:
         with visible_output():
             return _main(list(sys.argv[1:] if argv is None else argv))

@@ -260,7 +260,7 @@ def test_a_checkpoint_that_others_can_change_starts_no_attempt(place: str, tmp_p
     (stage.checkpoints / place).chmod(0o775)
 
     with pytest.raises(UntrustedError, match=f"{place} can be written by its group"):
-        private.own_tree(stage.checkpoints)
+        private.make_private_tree(stage.checkpoints)
 
 
 def test_the_description_of_a_checkpoint_that_others_can_write_is_no_damage(tmp_path: Path) -> None:

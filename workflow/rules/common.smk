@@ -21,7 +21,7 @@ from shakedown.config import (
 from shakedown.config.places import ranks_a_node
 from shakedown.core.continued import ProgramCall
 from shakedown.core.errors import ShakedownError
-from shakedown.core.private import close_to_others, let_group_read, own_folder
+from shakedown.core.private import restrict_umask, allow_group_read, own_folder
 from shakedown.core.provenance import source_files
 from shakedown.core.visible import visible
 from shakedown.data_sources import parse_source
@@ -61,9 +61,9 @@ def checked_config():
 
 CONFIG = checked_config()
 if CONFIG.group_reads:
-    let_group_read()
+    allow_group_read()
 # Before Snakemake makes a folder for an output: nobody else can use what a run makes.
-close_to_others()
+restrict_umask()
 RUN = CONFIG.paths
 SERVER = "policy"
 STAGES = list(CONFIG.stages)

@@ -30,7 +30,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
             server.close()
 
 
-def quiet_port(host: str = "") -> int:
+def non_ephemeral_port(host: str = "") -> int:
     """A TCP port that could be bound here a moment ago, for a program that binds it later.
 
     The port is outside the system's range for connections, which could take it meanwhile.

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from shakedown.cluster.gpus import visible_gpus
 from shakedown.core.errors import LaunchError, UsageError
 from shakedown.core.leftovers import lasting_folder
-from shakedown.core.private import close_to_others
+from shakedown.core.private import restrict_umask
 
 NODE_RANK = "@node_rank@"
 
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
     command = list(rest[1:] if rest[:1] == ["--"] else rest)
     if not command:
         raise UsageError("no command after `--`")
-    close_to_others()  # Slurm gives a step the submitter's umask
+    restrict_umask()  # Slurm gives a step the submitter's umask
     ranks = rank_environment(os.environ)
     environment = {**os.environ, **({} if for_node else ranks)}
     if for_node:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shakedown.core.paths import expand_home
-from shakedown.core.private import let_group_read
+from shakedown.core.private import allow_group_read
 from shakedown.debug import debug_settings
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def run_config(files: Sequence[Path]) -> "Config":
 
     config = load_config(*files)
     if config.group_reads:
-        let_group_read()
+        allow_group_read()
     return config
 
 

@@ -22,7 +22,7 @@ _GROUP_READS = "SHAKEDOWN_GROUP_READS"
 _LARGEST_SECRET = 4096  # bytes
 
 
-def close_to_others() -> int:
+def restrict_umask() -> int:
     """Set the umask: nobody else can use files that this process and its children make.
 
     Returns:
@@ -31,10 +31,10 @@ def close_to_others() -> int:
     return os.umask(0o027 if _group_reads() else 0o077)
 
 
-def let_group_read() -> None:
+def allow_group_read() -> None:
     """Set the umask: the group can read files that this process and its children make."""
     os.environ[_GROUP_READS] = "1"
-    close_to_others()
+    restrict_umask()
 
 
 def file_mode() -> int:
@@ -90,7 +90,7 @@ def check_own(path: Path) -> None:
         _believe(path.stat(), path)
 
 
-def own_tree(root: Path) -> None:
+def make_private_tree(root: Path) -> None:
     """Check that no other user could have changed any file or folder of a tree, if it exists.
 
     Raises:
@@ -121,7 +121,7 @@ def read_own(path: Path, *, errors: str = "strict") -> str:
 
 
 def write_secret(path: Path, content: bytes) -> None:
-    """Write a new file that no other user can read, even with `let_group_read`.
+    """Write a new file that no other user can read, even with `allow_group_read`.
 
     Raises:
         OSError: FileExistsError, or it cannot be written.

@@ -20,13 +20,13 @@ from pathlib import Path
 from types import FrameType
 
 from shakedown.cluster.folder_lease import hold
-from shakedown.cluster.nodes import quiet_port
+from shakedown.cluster.nodes import non_ephemeral_port
 from shakedown.cluster.supervise import Component, Supervisor, describe_exit
 from shakedown.core.errors import ServerError, ShakedownError
 from shakedown.core.files import write_json
 from shakedown.core.http import LOOPBACK
 from shakedown.core.paths import ServerPaths
-from shakedown.core.private import close_to_others
+from shakedown.core.private import restrict_umask
 from shakedown.inference.auth import read_secret
 from shakedown.inference.engines import ServerLaunch, get_engine
 from shakedown.inference.explain import LogWatch
@@ -161,7 +161,7 @@ def _placed(order: ServerOrder, folder: ServerPaths) -> ServerOrder:
         ServerError: the given port is in use.
     """
     host = order.spec.host or own_address(order.launcher)
-    port = order.spec.port or quiet_port(host)
+    port = order.spec.port or non_ephemeral_port(host)
     fault = port_fault(host, port)
     if fault is not None:
         raise ServerError(
@@ -227,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--detach", action="store_true", help="return at once, keep in background")
     args = parser.parse_args(argv)
-    close_to_others()
+    restrict_umask()
     # From whoever starts this, not from a file, which another user might have written.
     order = order_of(sys.stdin.read())
     # Forked after the imports: a broken installation is seen by whoever started this.

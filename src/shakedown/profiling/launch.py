@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from shakedown.config import ProfileConfig
 from shakedown.core import python_startup
 from shakedown.core.errors import LaunchError, ShakedownError, UsageError
-from shakedown.core.private import close_to_others
+from shakedown.core.private import restrict_umask
 from shakedown.profiling.capture import (
     OPTIMIZER,
     TRACE,
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     try:
         if order is None or not command:
             raise UsageError(f"expected {VARIABLE} in the environment and a command after `--`")
-        close_to_others()  # Slurm gives a step the submitter's umask
+        restrict_umask()  # Slurm gives a step the submitter's umask
         _end_as(launch(order, command))
     except ShakedownError as error:
         print(f"shakedown: {error}", file=sys.stderr, flush=True)

@@ -13,10 +13,10 @@ from shakedown.progress.signs import WAITING_PHASES, Beat, Sign, component_name
 
 # `waits`: without a sign, and without a reason to worry: patience lasts, another one that feeds it
 # moves, or a second look has still to confirm the first.
-State = Literal["moves", "waits", "still"]
+MoveState = Literal["moves", "waits", "still"]
 # Without any sign of life; with nothing but CPU time; with all but output.
 Lack = Literal["", "still", "busy", "unprinted"]
-Component = tuple[str, int]  # role, rank
+ComponentKey = tuple[str, int]  # role, rank
 _PRINTS = 3  # so many times it has printed before its silence means anything
 
 
@@ -40,7 +40,7 @@ class StillComponent:
 class Movement:
     """The answer. `still`: components that are overdue, longest first; `lack`: of processes."""
 
-    state: State
+    state: MoveState
     sentence: str
     still: tuple[StillComponent, ...] = ()
     lack: Lack = ""
@@ -87,10 +87,10 @@ class _Track:
 class Watch:
     """Follows the beats of all components of a stage; `expected`: (role, rank) that must appear."""
 
-    def __init__(self, patience: Patience, expected: Sequence[Component] = ()) -> None:
+    def __init__(self, patience: Patience, expected: Sequence[ComponentKey] = ()) -> None:
         self._patience = patience
         self._expected = tuple(expected)
-        self._tracks: dict[Component, _Track] = {}
+        self._tracks: dict[ComponentKey, _Track] = {}
         self._began: float | None = None
         self._suspect: set[tuple[str, float]] = set()
         self._suspect_since = 0.0

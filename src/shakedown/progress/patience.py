@@ -5,7 +5,7 @@ from typing import Literal
 
 from shakedown.progress.signs import LONG_PHASES
 
-Kind = Literal["step", "phase", "life", "work"]
+PatienceKind = Literal["step", "phase", "life", "work"]
 
 # A pause may take this many times the longest of the last `RECENT` that ended by themselves:
 # micro-batches of uneven length double a step, a garbage collection or an evaluation adds one.
@@ -41,7 +41,7 @@ class Patience:
     life: float = 120.0
     work: float = 300.0
 
-    def of(self, kind: Kind, longest: float = 0.0) -> float:
+    def of(self, kind: PatienceKind, longest: float = 0.0) -> float:
         """Seconds for a sign of this kind; `longest`: of the pauses so far, 0 where none is known.
 
         A long phase has never less than a step.
@@ -55,6 +55,6 @@ class Patience:
         return max(floors[kind], FACTOR * longest)
 
 
-def kind_of(phase: str) -> Kind:
+def kind_of(phase: str) -> PatienceKind:
     """The sign that a component in this phase of its heartbeat owes."""
     return "phase" if phase in LONG_PHASES else "step"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shakedown.cluster.nodes import quiet_port
+from shakedown.cluster.nodes import non_ephemeral_port
 from shakedown.core.errors import LaunchError, UsageError
 from shakedown.core.paths import ServerPaths
 from shakedown.inference.daemon import own_address, port_fault
@@ -87,12 +87,12 @@ def test_port_in_use_has_a_reason_and_is_not_chosen() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert port_fault("127.0.0.1", taken.getsockname()[1]) == "Address already in use"
 
-    assert port_fault("127.0.0.1", quiet_port("127.0.0.1")) is None
+    assert port_fault("127.0.0.1", non_ephemeral_port("127.0.0.1")) is None
 
 
 def test_address_of_another_machine_is_refused() -> None:
     with pytest.raises(LaunchError, match=r"no free port on 198\.51\.100\.7"):
-        quiet_port("198.51.100.7")
+        non_ephemeral_port("198.51.100.7")
 
 
 def test_local_server_is_for_this_machine_alone() -> None:

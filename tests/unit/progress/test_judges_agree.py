@@ -13,7 +13,7 @@ from shakedown.diagnosis.analyze import analyze
 from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.read import read_paths
 from shakedown.monitor.attach.judge import Judge
-from shakedown.progress.movement import State, Watch
+from shakedown.progress.movement import MoveState, Watch
 from shakedown.progress.patience import CONFIRM_SECONDS, FACTOR, SHORTEST, WARN_SHARE, Patience
 from shakedown.progress.signs import Activity, Beat, signs_between
 from shakedown.report.live import Job, warnings
@@ -33,7 +33,7 @@ def beat(step: int, phase: str = "train", count: int = 0, wall: float = 0.0) -> 
     return Beat("trainer", 0, 9, "n1", phase, step, 0, 4, count or step, wall, 0.0)
 
 
-def by_stage(step: float, age: float, phase: str, _folder: Path) -> State:
+def by_stage(step: float, age: float, phase: str, _folder: Path) -> MoveState:
     """The supervisor of a stage, by heartbeats."""
     watch, last = Watch(PATIENCE), 4 * step
     for now in times(last):
@@ -43,13 +43,13 @@ def by_stage(step: float, age: float, phase: str, _folder: Path) -> State:
     return "still" if seen.still else "moves"
 
 
-def by_status(step: float, age: float, phase: str, _folder: Path) -> State:
+def by_status(step: float, age: float, phase: str, _folder: Path) -> MoveState:
     """`shakedown status`, once, which warns at its share of the patience."""
     told = warnings([beat(5, phase, wall=NOW - WARN_SHARE * age)], Job(PATIENCE), NOW, (), step)
     return "still" if told else "moves"
 
 
-def by_diagnosis(step: float, age: float, phase: str, folder: Path) -> State:
+def by_diagnosis(step: float, age: float, phase: str, folder: Path) -> MoveState:
     """`shakedown hang`, by heartbeats that a collector has read, and a log that tells of steps."""
     rows = "".join(json.dumps({"step": n, "step_seconds": step}) + "\n" for n in range(9))
     (job(folder / "evidence", age=age, phase=phase) / "train.log").write_text(rows)
@@ -57,7 +57,7 @@ def by_diagnosis(step: float, age: float, phase: str, folder: Path) -> State:
     return "still" if chosen.state == "hung" else "moves"
 
 
-def by_watch(step: float, age: float, _phase: str, _folder: Path) -> State:
+def by_watch(step: float, age: float, _phase: str, _folder: Path) -> MoveState:
     """`shakedown watch` of processes that print once a step, and do nothing else."""
     judge, rank, last = Judge(PATIENCE), Rank(0), 4 * step
     for now in times(last + age):
@@ -73,7 +73,7 @@ JUDGES = [by_stage, by_status, by_diagnosis, by_watch]
 @pytest.mark.parametrize("step", [2.0, 20.0])
 @pytest.mark.parametrize(("share", "state"), [(0.8, "moves"), (1.2, "still")])
 def test_a_rank_stands_still_after_the_patience_that_its_steps_teach(
-    judge: Callable[..., State], step: float, share: float, state: State, tmp_path: Path
+    judge: Callable[..., MoveState], step: float, share: float, state: MoveState, tmp_path: Path
 ) -> None:
     allowed = max(FACTOR * step, SHORTEST)
 
@@ -84,7 +84,7 @@ def test_a_rank_stands_still_after_the_patience_that_its_steps_teach(
 @pytest.mark.parametrize("phase", ["init", "compile", "checkpoint", "eval"])
 @pytest.mark.parametrize(("step", "allowed"), [(2.0, 300.0), (120.0, 360.0)])
 def test_a_long_phase_has_the_patience_of_a_start_and_never_less_than_a_step(
-    judge: Callable[..., State], phase: str, step: float, allowed: float, tmp_path: Path
+    judge: Callable[..., MoveState], phase: str, step: float, allowed: float, tmp_path: Path
 ) -> None:
     assert judge(step, allowed - 20, phase, tmp_path / "within") == "moves"
     assert judge(step, allowed + 20, phase, tmp_path / "after") == "still"
@@ -92,7 +92,7 @@ def test_a_long_phase_has_the_patience_of_a_start_and_never_less_than_a_step(
 
 @pytest.mark.parametrize("judge", [by_stage, by_status])
 def test_a_component_that_has_finished_never_stands_still(
-    judge: Callable[..., State], tmp_path: Path
+    judge: Callable[..., MoveState], tmp_path: Path
 ) -> None:
     assert judge(2.0, 9999.0, "finished", tmp_path) == "moves"
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from shakedown.cluster.nodes import quiet_port
+from shakedown.cluster.nodes import non_ephemeral_port
 from shakedown.cluster.supervise import Supervisor
 from shakedown.config import CommandStage
 from shakedown.config.command import environment_of, fill, words_of
@@ -142,7 +142,7 @@ class CommandPlan:
         ray: dict[str, str | int] = {}
         if config.launch == "ray":
             address = f"{values['head']}:{values['port']}"
-            ray = {"address": address, "node": nodes[0], "dashboard": quiet_port()}
+            ray = {"address": address, "node": nodes[0], "dashboard": non_ephemeral_port()}
         root = str(attempt.root.absolute())
         job = replace(self.job, attempt_root=root, command=words, ray=ray)
         if checkpoint:
@@ -202,7 +202,7 @@ class CommandPlan:
             **self.job.values,
             "hosts": ",".join(nodes),
             "head": head,
-            "port": str(quiet_port()),
+            "port": str(non_ephemeral_port()),
             "resume": str(checkpoint) if checkpoint else "",
         }
 

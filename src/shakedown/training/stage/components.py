@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shakedown.cluster.nodes import quiet_port
+from shakedown.cluster.nodes import non_ephemeral_port
 from shakedown.cluster.ranks import rank_components
 from shakedown.cluster.supervise import Component
 from shakedown.config import ProfileConfig, ServeConfig
@@ -81,7 +81,7 @@ def trainer_components(
             **(gpus or {}),
             **profiling.environment(order),
         },
-        master_port=quiet_port(),
+        master_port=non_ephemeral_port(),
         srun_args=srun_args,
         # The trainer is on other nodes where the server fills this one (docs/allocation.md).
         elsewhere=nodes[0] != node_name(),
@@ -123,7 +123,7 @@ def server_plan(
     make_secret(attempt.secret)
     spec = replace(spec, secret=str(attempt.secret.absolute()))
     # The orchestrator runs on this node, too.
-    here = replace(spec, host="127.0.0.1", port=quiet_port())
+    here = replace(spec, host="127.0.0.1", port=non_ephemeral_port())
     order = profiling.server_order(serve.engine, attempt, profile)
     command = engine.launch(here)
     component = Component(
@@ -136,7 +136,7 @@ def server_plan(
     )
     components, urls = [component], [f"http://{here.host}:{here.port}"]
     for number, node in enumerate(devices.server_nodes[1:], 1):
-        there = replace(spec, host=node_address(node), port=quiet_port())
+        there = replace(spec, host=node_address(node), port=non_ephemeral_port())
         urls.append(f"http://{there.host}:{there.port}")
         command, name = engine.launch(there), f"inference-{number}"
         components.append(

@@ -10,7 +10,7 @@ from shakedown.config.lint import trainer_world
 from shakedown.core.errors import ConfigError, UsageError
 from shakedown.core.outcome import read_outcome
 from shakedown.core.paths import RunPaths, StagePaths
-from shakedown.core.private import own_tree
+from shakedown.core.private import make_private_tree
 from shakedown.debug import debug_settings
 from shakedown.inference.folder import read_endpoint
 from shakedown.profiling.launch import requested
@@ -163,7 +163,7 @@ def _input_model(config: Config, stage: str, paths: RunPaths, first: str) -> str
         return first
     before = paths.stage(names[position - 1])
     exported = _model_left_by(config, before)
-    own_tree(exported)
+    make_private_tree(exported)
     # Under the workflow the gate has accepted it; by hand its own outcome has to do.
     done = before.accepted.exists() or (
         before.outcome.exists() and read_outcome(before.outcome).state == "completed"

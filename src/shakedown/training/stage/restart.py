@@ -5,7 +5,7 @@ from pathlib import Path
 
 from shakedown.core.folders import storage_errors
 from shakedown.core.paths import StagePaths
-from shakedown.core.private import make_folders, own_tree
+from shakedown.core.private import make_folders, make_private_tree
 
 # Checkpoints go first: after a kill right here the stage still starts from its beginning.
 _RESULTS = (
@@ -34,7 +34,7 @@ def set_aside(paths: StagePaths) -> Path | None:
     numbers = paths.attempt_numbers()
     if not numbers:
         return None
-    own_tree(paths.checkpoints)
+    make_private_tree(paths.checkpoints)
     kept = paths.attempt(numbers[-1]).replaced
     with storage_errors("set aside", paths.root):
         for name in _RESULTS:

@@ -18,7 +18,7 @@ from shakedown.core.folders import remove_earlier, storage_errors
 from shakedown.core.lease import Fence
 from shakedown.core.outcome import Outcome, judge_outcome
 from shakedown.core.paths import AttemptPaths, StagePaths
-from shakedown.core.private import own_folder, own_tree
+from shakedown.core.private import make_private_tree, own_folder
 from shakedown.core.verdict import Stopwatch
 from shakedown.debug import debug_settings
 from shakedown.debug.paused_processes import make_folder
@@ -95,7 +95,7 @@ def _run_attempt(plan: Plan, nodes: Sequence[str], fence: Fence) -> Outcome:
     job, paths = plan.job, plan.job.paths
     clock = Stopwatch()
     with storage_errors("write", paths.root):
-        own_tree(paths.checkpoints)
+        make_private_tree(paths.checkpoints)
     remove_earlier(paths.outcome, paths.verdict)
     attempt = paths.new_attempt()
     write_text(attempt.fence, f"{fence.number}\n")
