@@ -30,7 +30,7 @@ _CHECKPOINT = re.compile(r"step_(\d{1,15})")
 
 
 @dataclass(frozen=True)
-class Job:
+class LiveJob:
     """Of the attempt: the patience of its watch, and its trainer ranks.
 
     `foreign`: a trainer that is a command, whose checkpoints have names of its own. `ray`: address,
@@ -154,7 +154,7 @@ def time_left(
 
 def warnings(
     beats: Iterable[Beat],
-    job: Job,
+    job: LiveJob,
     now: float,
     lost: Collection[Beat] = (),
     longest: float = 0.0,
@@ -214,7 +214,7 @@ def newest_checkpoint(folder: Path, now: float) -> tuple[int, float] | None:
         return None
 
 
-def read_job(attempt: AttemptPaths) -> Job:
+def read_job(attempt: AttemptPaths) -> LiveJob:
     """From the attempt's job.json; the defaults where it cannot be read."""
     try:
         body = json.loads(attempt.job.read_text(encoding="utf-8"))
@@ -222,9 +222,9 @@ def read_job(attempt: AttemptPaths) -> Job:
         body = None
     config = body.get("config") if isinstance(body, dict) else None
     if not isinstance(config, dict):
-        return Job(Patience())
+        return LiveJob(Patience())
     ranks = body.get("world_size")
-    return Job(
+    return LiveJob(
         patience_of(config),
         ranks if isinstance(ranks, int) and 0 < ranks < 1 << 20 else 0,
         config.get("algorithm") == "command",

@@ -16,7 +16,7 @@ from shakedown.monitor.attach.judge import Judge
 from shakedown.progress.movement import MoveState, Watch
 from shakedown.progress.patience import CONFIRM_SECONDS, FACTOR, SHORTEST, WARN_SHARE, Patience
 from shakedown.progress.signs import Activity, Beat, signs_between
-from shakedown.report.live import Job, warnings
+from shakedown.report.live import LiveJob, warnings
 from tests.unit.diagnosis.test_rules_live import NOW, job
 from tests.unit.monitor.attach.looks import Rank, looks_at
 
@@ -45,7 +45,7 @@ def by_stage(step: float, age: float, phase: str, _folder: Path) -> MoveState:
 
 def by_status(step: float, age: float, phase: str, _folder: Path) -> MoveState:
     """`shakedown status`, once, which warns at its share of the patience."""
-    told = warnings([beat(5, phase, wall=NOW - WARN_SHARE * age)], Job(PATIENCE), NOW, (), step)
+    told = warnings([beat(5, phase, wall=NOW - WARN_SHARE * age)], LiveJob(PATIENCE), NOW, (), step)
     return "still" if told else "moves"
 
 

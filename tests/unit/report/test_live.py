@@ -20,7 +20,7 @@ from shakedown.monitor.heartbeat import Heartbeat
 from shakedown.progress.patience import Patience
 from shakedown.progress.signs import Beat, Phase
 from shakedown.report.collect import collect
-from shakedown.report.live import Job, last_rows, look, time_left, warnings
+from shakedown.report.live import LiveJob, last_rows, look, time_left, warnings
 from shakedown.report.summary import headline, workflow_steps
 from shakedown.report.terminal import painted
 from tests.hang_inputs import heartbeat_file
@@ -168,7 +168,7 @@ def test_a_stage_on_ray_tells_its_cluster_and_the_way_to_its_dashboard(
 def test_half_of_a_stall_is_worth_a_warning(phase: str, age: float, said: list[str]) -> None:
     one = replace(BEAT, phase=phase, wall=NOW - age)
 
-    assert warnings([one], Job(PATIENCE, ranks=1), NOW) == said
+    assert warnings([one], LiveJob(PATIENCE, ranks=1), NOW) == said
 
 
 def test_steps_that_take_long_raise_what_is_worth_a_warning_as_they_raise_the_watch(
@@ -208,12 +208,12 @@ def test_a_silent_stage_is_cut_off_once_its_own_watch_would_have_ended_it_long_a
 
 
 def test_ranks_that_have_not_begun_are_named_and_counted() -> None:
-    found = warnings([BEAT], Job(PATIENCE, ranks=8), NOW)
+    found = warnings([BEAT], LiveJob(PATIENCE, ranks=8), NOW)
 
     assert found == [
         "no heartbeat yet of trainer-rank1, trainer-rank2, trainer-rank3, trainer-rank4 and 3 more"
     ]
-    assert warnings([], Job(PATIENCE, ranks=8), NOW) == [], "nobody has begun"
+    assert warnings([], LiveJob(PATIENCE, ranks=8), NOW) == [], "nobody has begun"
 
 
 def test_a_silent_rank_is_warned_of_with_the_stage_s_own_limit(
