@@ -16,7 +16,7 @@ from shakedown.core.private import open_own
 from shakedown.progress.patience import Patience
 
 if TYPE_CHECKING:
-    from shakedown.monitor.attach.actions import Actions, Command
+    from shakedown.monitor.attach.actions import Actions, AlarmCommand
     from shakedown.monitor.attach.subjects import Subject
     from shakedown.monitor.attach.watcher import Options
 
@@ -125,14 +125,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _once(args: argparse.Namespace) -> int:
-    from shakedown.monitor.attach.once import Answer, check_once
+    from shakedown.monitor.attach.once import PluginAnswer, check_once
 
     try:
         _actions(args)
         gap = min(args.interval, 10.0)
         answer = check_once(_subject(args), _options(args), gap)
     except ShakedownError as error:
-        answer = Answer("UNKNOWN", str(error.args[0]))
+        answer = PluginAnswer("UNKNOWN", str(error.args[0]))
     print(answer, flush=True)
     return answer.code
 
@@ -201,7 +201,7 @@ def _command(text: str) -> "Callable[[Mapping[str, str]], Command]":
     return partial(_filled, text)
 
 
-def _filled(text: str, values: Mapping[str, str]) -> "Command":
+def _filled(text: str, values: Mapping[str, str]) -> "AlarmCommand":
     """An alarm's sentence is text of others: as words it is harmless, as variables exact."""
     from shakedown.config.command import environment_of, harmless, words_of
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from shakedown.cli import main
-from shakedown.monitor.attach.once import Answer
+from shakedown.monitor.attach.once import PluginAnswer
 from tests.slurm_fixtures import wait_for
 from tests.tls import https_server, needs_openssl
 from tests.watches import Watch
@@ -70,7 +70,7 @@ def _code(arguments: list[str]) -> int:
 
 
 def test_the_line_for_nagios_has_one_bar_and_no_line_break() -> None:
-    answer = Answer("CRITICAL", "rank 1 | \n\x1b[31mends", {"processes": 8, "seconds": 10.25})
+    answer = PluginAnswer("CRITICAL", "rank 1 | \n\x1b[31mends", {"processes": 8, "seconds": 10.25})
     assert str(answer) == "WATCH CRITICAL - rank 1 ?[31mends | 'processes'=8 'seconds'=10.25"
     assert answer.code == 2
 

@@ -49,7 +49,7 @@ class Alarm:
         return list(Alarm.__dataclass_fields__)
 
 
-Command = tuple[Sequence[str], Mapping[str, str]]  # the words, and variables beside its own
+AlarmCommand = tuple[Sequence[str], Mapping[str, str]]  # the words, and variables beside its own
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Actions:
     """What to do at an alarm. `command`: its words and variables, of the alarm's values."""
 
     scancel: bool = False
-    command: Callable[[Mapping[str, str]], Command] | None = None
+    command: Callable[[Mapping[str, str]], AlarmCommand] | None = None
     webhook: Webhook | None = field(default=None)
 
     def act(self, alarm: Alarm) -> list[str]:

@@ -20,8 +20,8 @@ from shakedown.core.outcome import Outcome
 from shakedown.core.paths import AttemptPaths, EvidencePaths, StagePaths
 from shakedown.core.private import make_folders, new_folder, open_own
 from shakedown.core.verdict import read_verdict
-from shakedown.monitor.attach.judge import Judgement, Key
-from shakedown.monitor.attach.sampler import Process
+from shakedown.monitor.attach.judge import Judgement, ProcessKey
+from shakedown.monitor.attach.sampler import WatchedProcess
 from shakedown.monitor.attach.subjects import Subject
 from shakedown.monitor.collect.steps import STEP_SECONDS, end, told
 from shakedown.monitor.collect.writer import COLLECTED
@@ -32,11 +32,11 @@ _ANALYSIS_SECONDS = 180.0  # its own limit is 60 s of CPU
 _COMPUTES = frozenset({"busy", "unprinted"})
 
 
-Unseen = tuple[Process, bool]  # as it was last, and whether it is gone: its node answers
+Unseen = tuple[WatchedProcess, bool]  # as it was last, and whether it is gone: its node answers
 
 
 @dataclass(frozen=True)
-class Found:
+class Investigation:
     """What the diagnosis says; `state`: hung, slow, healthy, exited or unknown."""
 
     state: str
@@ -52,8 +52,8 @@ class Found:
 
 
 def investigate(
-    subject: Subject, judgement: Judgement, unseen: Mapping[Key, Unseen], out: Path
-) -> Found:
+    subject: Subject, judgement: Judgement, unseen: Mapping[ProcessKey, Unseen], out: Path
+) -> Investigation:
     """Collect and diagnose, in a folder of its own below `out`.
 
     Args:
@@ -89,12 +89,12 @@ def _new_folder(out: Path) -> Path:
         number += 1
 
 
-def _found(folder: StagePaths, said: str) -> Found:
+def _found(folder: StagePaths, said: str) -> Investigation:
     try:
         verdict = read_verdict(folder.diagnosis)
         found = verdict.extra["diagnosis"]
         culprits = found["culprits"]
-        return Found(
+        return Investigation(
             str(found["state"]),
             str(found["cause"]),
             verdict.summary,
@@ -125,7 +125,7 @@ def _run(command: Sequence[str], log: Path, seconds: float) -> str:
     return told(log.read_bytes()[-4096:])
 
 
-def _add_unseen(unseen: Mapping[Key, Unseen], evidence: Path) -> None:
+def _add_unseen(unseen: Mapping[ProcessKey, Unseen], evidence: Path) -> None:
     """As a collector writes down a rank without a process, and one that it could not look at."""
     by_host: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for (host, name), (process, gone) in sorted(unseen.items()):

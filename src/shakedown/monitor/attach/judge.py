@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shakedown.monitor.attach.sampler import Look, Process
+from shakedown.monitor.attach.sampler import Look, WatchedProcess
 from shakedown.progress.movement import Lack, Life
 from shakedown.progress.patience import Patience
 from shakedown.progress.signs import Sign, signs_between
 
-State = Literal["waiting", "moving", "suspect", "ended"]
-Kind = Lack | Literal["gone", "stopped", "held", "silent"]
-Key = tuple[str, str]  # host, name of the process
+JudgedState = Literal["waiting", "moving", "suspect", "ended"]
+SuspicionKind = Lack | Literal["gone", "stopped", "held", "silent"]
+ProcessKey = tuple[str, str]  # host, name of the process
 
 _LISTED = 4
 
@@ -27,10 +27,10 @@ class Judgement:
     that computes is no sign of life either.
     """
 
-    state: State
-    kind: Kind = ""
+    state: JudgedState
+    kind: SuspicionKind = ""
     sentence: str = ""
-    names: Sequence[Key] = ()
+    names: Sequence[ProcessKey] = ()
     quiet: float = 0.0
     waited: bool = False
 
@@ -42,11 +42,13 @@ class Judge:
 
     def __init__(self, patience: Patience) -> None:
         self._patience, self._life = patience, Life(patience)
-        self._world: dict[Key, Process] = {}
+        self._world: dict[ProcessKey, WatchedProcess] = {}
         self._ranked = False
         self._answered: dict[str, float] = {}  # host -> when
-        self._doubtful: set[tuple[Kind, Key]] = set()  # seen once: a second look confirms
-        self._accepted: set[tuple[Kind, Key]] = set()
+        self._doubtful: set[tuple[SuspicionKind, ProcessKey]] = (
+            set()
+        )  # seen once: a second look confirms
+        self._accepted: set[tuple[SuspicionKind, ProcessKey]] = set()
         self._baseline = True
 
     def observe(self, looks: Mapping[str, Look | None], now: float) -> Judgement:
@@ -114,14 +116,14 @@ class Judge:
         self._doubtful, self._accepted = set(), set()
         return Judgement("ended", sentence=words)
 
-    def _follow(self, processes: Mapping[Key, Process], now: float) -> None:
+    def _follow(self, processes: Mapping[ProcessKey, WatchedProcess], now: float) -> None:
         """What has happened since the last look."""
         signs = {sign for key, process in processes.items() for sign in self._signs(key, process)}
         first, self._baseline = self._baseline, False
         if signs or not first:  # at first there is nothing to compare with
             self._life.see(signs, now)
 
-    def _signs(self, key: Key, process: Process) -> set[Sign]:
+    def _signs(self, key: ProcessKey, process: WatchedProcess) -> set[Sign]:
         before = self._world.get(key)
         if before is None:
             return set() if self._baseline else {"moved"}
@@ -134,10 +136,10 @@ class Judge:
         return found | {"moved"} if stopped else found
 
     def _doubts(
-        self, processes: Mapping[Key, Process], seen: Mapping[str, Look]
-    ) -> set[tuple[Kind, Key]]:
+        self, processes: Mapping[ProcessKey, WatchedProcess], seen: Mapping[str, Look]
+    ) -> set[tuple[SuspicionKind, ProcessKey]]:
         """What one look alone shows, and a second one has to confirm."""
-        found: set[tuple[Kind, Key]] = set()
+        found: set[tuple[SuspicionKind, ProcessKey]] = set()
         counting = _with_rank(processes) if self._ranked else processes
         for key, process in counting.items():
             before = self._world.get(key)
@@ -154,7 +156,7 @@ class Judge:
         return found
 
     def _remember(
-        self, processes: Mapping[Key, Process], seen: Mapping[str, Look], now: float
+        self, processes: Mapping[ProcessKey, WatchedProcess], seen: Mapping[str, Look], now: float
     ) -> None:
         """A process that is gone is kept until that was looked into."""
         kept = _with_rank(self._world) if self._ranked else self._world
@@ -162,11 +164,14 @@ class Judge:
         self._answered |= dict.fromkeys(seen, now)
 
     def _suspicion(
-        self, confirmed: set[tuple[Kind, Key]], looks: Mapping[str, Look | None], now: float
+        self,
+        confirmed: set[tuple[SuspicionKind, ProcessKey]],
+        looks: Mapping[str, Look | None],
+        now: float,
     ) -> Judgement | None:
         """At once: what needs no patience."""
         new = confirmed - self._accepted
-        words: tuple[tuple[Kind, str], ...] = (
+        words: tuple[tuple[SuspicionKind, str], ...] = (
             ("gone", "gone, and the others are there"),
             ("stopped", "stopped, by a signal or a debugger"),
             ("held", "held by the kernel, as by a file system that does not answer"),
@@ -191,26 +196,26 @@ class Judge:
         return Judgement("moving", sentence=seen.sentence, quiet=self._life.quiet(now))
 
     def _suspect(
-        self, kind: Kind, sentence: str, now: float, names: Sequence[Key] = ()
+        self, kind: SuspicionKind, sentence: str, now: float, names: Sequence[ProcessKey] = ()
     ) -> Judgement:
         quiet, waited = self._life.quiet(now), self._life.waited(now)
         return Judgement("suspect", kind, sentence, tuple(names), quiet, waited)
 
 
-def _alive(looks: Iterable[Look]) -> dict[Key, Process]:
+def _alive(looks: Iterable[Look]) -> dict[ProcessKey, WatchedProcess]:
     return {(k.host, p.name): p for k in looks for p in k.processes if p.state not in "XZ"}
 
 
-def _with_rank(processes: Mapping[Key, Process]) -> dict[Key, Process]:
+def _with_rank(processes: Mapping[ProcessKey, WatchedProcess]) -> dict[ProcessKey, WatchedProcess]:
     return {key: process for key, process in processes.items() if process.rank is not None}
 
 
-def _stood(before: Process, process: Process) -> bool:
+def _stood(before: WatchedProcess, process: WatchedProcess) -> bool:
     first, last = before.activity, process.activity
     return before.state == "D" and (first.cpu, first.io) == (last.cpu, last.io)
 
 
-def _names(keys: Sequence[Key]) -> str:
+def _names(keys: Sequence[ProcessKey]) -> str:
     named = [f"{name} on {host}" for host, name in keys[:_LISTED]]
     more = [f"{len(keys) - _LISTED} more"] if len(keys) > _LISTED else []
     return " and ".join(filter(None, [", ".join(named), *more]))

@@ -12,7 +12,7 @@ from typing import Literal
 
 from shakedown.core.errors import CannotJudgeError, ShakedownError
 from shakedown.core.visible import masked
-from shakedown.monitor.attach.investigate import Found, investigate
+from shakedown.monitor.attach.investigate import Investigation, investigate
 from shakedown.monitor.attach.judge import Judge, Judgement
 from shakedown.monitor.attach.sampler import Look
 from shakedown.monitor.attach.samplers import Samplers
@@ -33,7 +33,7 @@ _LONGEST = 400  # characters: Nagios' first line is short
 
 
 @dataclass(frozen=True)
-class Answer:
+class PluginAnswer:
     """One word, one sentence, numbers by name."""
 
     word: Word
@@ -52,7 +52,7 @@ class Answer:
         return f"WATCH {self.word} - {text}{f' | {numbers}' if numbers else ''}"
 
 
-def check_once(subject: Subject, options: Options, gap: float) -> Answer:
+def check_once(subject: Subject, options: Options, gap: float) -> PluginAnswer:
     """Look until the job shows a sign of life, `gap` seconds apart; without one read its stacks.
 
     Whatever cannot be looked at is UNKNOWN; nothing is raised for it.
@@ -61,19 +61,19 @@ def check_once(subject: Subject, options: Options, gap: float) -> Answer:
     try:
         answer = _check(subject, options, gap)
     except ShakedownError as error:
-        answer = Answer("UNKNOWN", str(error.args[0]))
+        answer = PluginAnswer("UNKNOWN", str(error.args[0]))
     numbers = {**answer.numbers, "seconds": round(time.monotonic() - began, 1)}
     return replace(answer, sentence=f"{subject.label}: {answer.sentence}", numbers=numbers)
 
 
-def _check(subject: Subject, options: Options, gap: float) -> Answer:
+def _check(subject: Subject, options: Options, gap: float) -> PluginAnswer:
     phase = subject.phase()
     if phase.state == "over":
-        return Answer("OK" if phase.good else "CRITICAL", f"ended: {phase.says}")
+        return PluginAnswer("OK" if phase.good else "CRITICAL", f"ended: {phase.says}")
     if phase.state == "waits":
-        return Answer("OK", f"is {phase.says}")
+        return PluginAnswer("OK", f"is {phase.says}")
     if phase.state == "unknown":
-        return Answer("UNKNOWN", phase.says)
+        return PluginAnswer("UNKNOWN", phase.says)
     samplers = Samplers(subject.starts(_IDLE_SECONDS))
     try:
         return _look(subject, options, gap, samplers)
@@ -81,7 +81,7 @@ def _check(subject: Subject, options: Options, gap: float) -> Answer:
         samplers.close()
 
 
-def _look(subject: Subject, options: Options, gap: float, samplers: Samplers) -> Answer:
+def _look(subject: Subject, options: Options, gap: float, samplers: Samplers) -> PluginAnswer:
     # Patience is the caller's, who asks again: here one round has to tell.
     judge = Judge(Patience(life=gap / 2, work=gap / 2))
     looks = samplers.ask(START_SECONDS)
@@ -101,9 +101,9 @@ def _look(subject: Subject, options: Options, gap: float, samplers: Samplers) ->
     numbers = _numbers(looks)
     if judgement.state in ("ended", "waiting"):
         why = subject.missing() or "; ".join(samplers.said())
-        return Answer("UNKNOWN", f"{judgement.sentence}{f': {why}' if why else ''}", numbers)
+        return PluginAnswer("UNKNOWN", f"{judgement.sentence}{f': {why}' if why else ''}", numbers)
     if judgement.state == "moving":
-        return Answer("OK", judgement.sentence, numbers)
+        return PluginAnswer("OK", judgement.sentence, numbers)
     # Nobody has watched it for long: a process that computes may be in a long step.
     answer = _word(subject, options, replace(judgement, waited=False), numbers)
     lacks = [lack for look in looks.values() if look for lack in look.lacks]
@@ -123,8 +123,8 @@ def _numbers(looks: Mapping[str, Look | None]) -> dict[str, float]:
 
 def _word(
     subject: Subject, options: Options, judgement: Judgement, numbers: Mapping[str, float]
-) -> Answer:
-    found: Found = investigate(subject, judgement, {}, options.out)
+) -> PluginAnswer:
+    found: Investigation = investigate(subject, judgement, {}, options.out)
     word: Word = "CRITICAL" if found.is_stall else "WARNING"
     word = "OK" if found.state == "healthy" else word
-    return Answer(word, f"{judgement.sentence}; {line(found)}", numbers)
+    return PluginAnswer(word, f"{judgement.sentence}; {line(found)}", numbers)

@@ -30,7 +30,7 @@ _SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 @dataclass(frozen=True)
-class Process:
+class WatchedProcess:
     """One process at one moment; `began` tells it from a later one of the same id.
 
     `state`: as in proc(5). `activity`: none of a launcher beside its ranks: its store is asked
@@ -57,7 +57,7 @@ class Look:
     number: int
     host: str
     cost: float
-    processes: Sequence[Process] = ()
+    processes: Sequence[WatchedProcess] = ()
     absent: Sequence[int] = ()
     lacks: Sequence[str] = ()
     error: str = ""
@@ -108,12 +108,12 @@ def take_look(find: Callable[[], list[Target]], number: int, spent: float) -> Lo
     return Look(number, node_name(), cost, processes, absent, lacks, error)
 
 
-def _process(target: Target, *, beside_ranks: bool) -> Process:
+def _process(target: Target, *, beside_ranks: bool) -> WatchedProcess:
     seen = proc.read_state(target.pid, threads=False)
     done = seen.activity or Activity(time.time(), 0.0, 0)
     if beside_ranks and target.rank is None and proc.is_launch(proc.command(target.pid)):
         done = Activity(done.at, 0.0, 0)
-    return Process(
+    return WatchedProcess(
         name=target.name,
         pid=target.pid,
         began=proc.began(target.pid),

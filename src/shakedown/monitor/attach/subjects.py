@@ -25,7 +25,7 @@ _SAMPLER = ("-P", "-m", "shakedown.monitor.attach.sampler")
 
 
 @dataclass(frozen=True)
-class Phase:
+class JobPhase:
     """Whether there is something to look at. `says`: in Slurm's words; `good`: it ended well."""
 
     state: Literal["runs", "waits", "over", "unknown"]
@@ -44,7 +44,7 @@ class Subject(Protocol):
         """Of Slurm; empty where it is no job's."""
         ...
 
-    def phase(self) -> Phase:
+    def phase(self) -> JobPhase:
         """Ask Slurm, where it is a job's."""
         ...
 
@@ -74,26 +74,26 @@ class SlurmJob:
     def label(self) -> str:
         return f"job {self.given}"
 
-    def phase(self) -> Phase:
+    def phase(self) -> JobPhase:
         described, text, lost = describe(self.given)
         state = described.get("JobState", "")
         if not state:
-            return Phase("unknown", lost or "Slurm does not know it")
+            return JobPhase("unknown", lost or "Slurm does not know it")
         # An array task such as 1234_5 has a job id of its own, its processes' SLURM_JOB_ID.
         self.job_id = described.get("JobId", self.given)
         self.owner = described.get("UserId", "").partition("(")[0]  # root(0)
         job = Job(state)
         if job.ended:
             code = described.get("ExitCode", "")
-            return Phase("over", f"{state} (exit code {code})", state == "COMPLETED")
+            return JobPhase("over", f"{state} (exit code {code})", state == "COMPLETED")
         if job.takes_steps:
             try:
                 self.parts = parts_of(text)
             except UsageError:
-                return Phase("unknown", f"no list of its nodes: {described.get('NodeList')!r}")
-            return Phase("runs")
+                return JobPhase("unknown", f"no list of its nodes: {described.get('NodeList')!r}")
+            return JobPhase("runs")
         # PENDING after a requeue, SUSPENDED while another one has its turn.
-        return Phase("waits", state)
+        return JobPhase("waits", state)
 
     def starts(self, idle: float) -> list[Start]:
         return [self._start(part, idle) for part in self.parts]
@@ -146,8 +146,8 @@ class Processes:
         where = f" on {len(self.hosts)} host(s)" if self.hosts else ""
         return f"{self.pattern}{where}"
 
-    def phase(self) -> Phase:
-        return Phase("runs")
+    def phase(self) -> JobPhase:
+        return JobPhase("runs")
 
     def starts(self, idle: float) -> list[Start]:
         # With `=`: a pattern may begin with a dash.

@@ -11,11 +11,11 @@ from shakedown.core.errors import CannotJudgeError, ExitCode, ShakedownError
 from shakedown.core.ranges import ranges
 from shakedown.core.visible import masked
 from shakedown.monitor.attach.actions import Actions, Alarm
-from shakedown.monitor.attach.investigate import Found, Unseen, investigate
-from shakedown.monitor.attach.judge import Judge, Judgement, Key
-from shakedown.monitor.attach.sampler import Look, Process
+from shakedown.monitor.attach.investigate import Investigation, Unseen, investigate
+from shakedown.monitor.attach.judge import Judge, Judgement, ProcessKey
+from shakedown.monitor.attach.sampler import Look, WatchedProcess
 from shakedown.monitor.attach.samplers import Samplers
-from shakedown.monitor.attach.subjects import Phase, Subject
+from shakedown.monitor.attach.subjects import JobPhase, Subject
 from shakedown.progress.patience import CONFIRM_SECONDS, Patience
 
 ANSWER_SECONDS = 20.0  # for a node whose file system or kernel is slow
@@ -46,8 +46,8 @@ class Watcher:
         self._subject, self._options, self._actions = subject, options, actions
         self._write = say
         self._judge = Judge(options.patience)
-        self._there: dict[Key, Process] = {}
-        self._gone: dict[Key, Process] = {}
+        self._there: dict[ProcessKey, WatchedProcess] = {}
+        self._gone: dict[ProcessKey, WatchedProcess] = {}
         self._silent: set[str] = set()  # hosts that gave no look the last time
         self._told: dict[str, str] = {}
         self._alarmed: int | None = None  # the judge's moves at the alarm that still holds
@@ -128,10 +128,10 @@ class Watcher:
         usual = max(self._options.interval, dearest / self._options.cost)
         return min(CONFIRM_SECONDS, usual) if self._judge.doubts else usual
 
-    def _asked(self) -> Phase:
+    def _asked(self) -> JobPhase:
         """What Slurm says; one that does not answer has said nothing new."""
         phase = self._subject.phase()
-        return Phase("runs") if phase.state == "unknown" else phase
+        return JobPhase("runs") if phase.state == "unknown" else phase
 
     # --- what it is, and how it ends
 
@@ -162,7 +162,7 @@ class Watcher:
         self._say(f"{self._subject.label}: ended: {judgement.sentence}; {how}")
         return ExitCode.FAIL if held else ExitCode.OK
 
-    def _over(self, phase: Phase) -> ExitCode:
+    def _over(self, phase: JobPhase) -> ExitCode:
         """Of a job that ended badly its logs may tell why."""
         if phase.good:
             self._say(f"{self._subject.label}: ended: {phase.says}")
@@ -176,7 +176,7 @@ class Watcher:
             found = investigate(self._subject, judgement, {}, self._options.out)
         except ShakedownError as error:
             why = masked(str(error.args[0]))
-            found = Found("exited", "unknown", why, [], [], self._options.out)
+            found = Investigation("exited", "unknown", why, [], [], self._options.out)
         found = replace(found, sentence=f"{phase.says}: {found.sentence}")
         self._say(f"{self._subject.label}: ALARM ended: {line(found)}")
         self._act(replace(self._actions, scancel=False), found)
@@ -204,13 +204,13 @@ class Watcher:
             self._put_off()
         self._judge.accept(judgement, time.monotonic())
 
-    def _unseen(self) -> dict[Key, Unseen]:
+    def _unseen(self) -> dict[ProcessKey, Unseen]:
         """Ranks that are gone, and those of nodes that do not answer."""
         ranks = {k: p for k, p in self._there.items() if p.rank is not None}
         away = {key: (p, False) for key, p in ranks.items() if key[0] in self._silent}
         return away | {key: (p, True) for key, p in self._gone.items()}
 
-    def _answer(self, found: Found) -> None:
+    def _answer(self, found: Investigation) -> None:
         if not found.is_stall:
             self._say(f"{self._subject.label}: {found.state}: {line(found)}")
             self._put_off()
@@ -222,7 +222,7 @@ class Watcher:
         self._say(f"{self._subject.label}: ALARM {found.state}: {line(found)}")
         self._act(self._actions, found)
 
-    def _act(self, actions: Actions, found: Found) -> None:
+    def _act(self, actions: Actions, found: Investigation) -> None:
         for words in actions.act(alarm_of(self._subject, found)):
             self._say(f"{self._subject.label}: {words}")
 
@@ -252,7 +252,7 @@ class Watcher:
         self._write(f"{now} {masked(text)}")
 
 
-def who(processes: Mapping[Key, Process]) -> str:
+def who(processes: Mapping[ProcessKey, WatchedProcess]) -> str:
     """`4 ranks (0-1 on n1, 2-3 on n2), 2 other processes`."""
     ranks: dict[str, list[int]] = defaultdict(list)
     for (host, _), process in processes.items():
@@ -270,12 +270,12 @@ def who(processes: Mapping[Key, Process]) -> str:
     return ", ".join(told)
 
 
-def line(found: Found) -> str:
+def line(found: Investigation) -> str:
     """The diagnosis in one line, with the folder that it stands on."""
     return f"{found.sentence}; evidence: {found.folder}"
 
 
-def alarm_of(subject: Subject, found: Found) -> Alarm:
+def alarm_of(subject: Subject, found: Investigation) -> Alarm:
     """What commands and webhooks are told."""
     return Alarm(
         subject=subject.label,

@@ -110,8 +110,8 @@ def collect_hosts(
     answers = run_bounded(jobs, MOST_HOSTS, (limit + 2 * END_SECONDS) * batches)
     writer, report = Writer(out.absolute()), NodesReport()
     for host, given in zip(hosts, answers, strict=True):
-        lost = _Answer(f"not read: {given or 'no answer in time'}")
-        answer = given if isinstance(given, _Answer) else lost
+        lost = _HostAnswer(f"not read: {given or 'no answer in time'}")
+        answer = given if isinstance(given, _HostAnswer) else lost
         report.nodes[host] = answer.said
         report.tables += answer.tables
         writer.files += [f"{host}/{name}" for name in answer.files]
@@ -127,7 +127,7 @@ def ssh_argv(host: str, command: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _HostAnswer:
     """What a host gave: read, or why not; its collector's own table, if it came."""
 
     said: str
@@ -136,7 +136,7 @@ class _Answer:
     missed: list[str] = field(default_factory=list)
 
 
-def _collect(host: str, command: str, out: Path, limit: float) -> _Answer:
+def _collect(host: str, command: str, out: Path, limit: float) -> _HostAnswer:
     """Run the collector on `host`; bounded in time."""
     writer = Writer(out)
     process = subprocess.Popen(
@@ -154,11 +154,11 @@ def _collect(host: str, command: str, out: Path, limit: float) -> _Answer:
     end(process, END_SECONDS)
     missed = [*writer.summary(), *([broken] if broken else [])]
     if tables := _tables(writer):
-        return _Answer(READ, tables, writer.files, missed)
+        return _HostAnswer(READ, tables, writer.files, missed)
     # ssh ends as the collector did, which has said why when that is not 0.
     why = (told(words.last()) if process.returncode else "") or broken
     why = f"no answer in {limit:.0f} s" if late else why or "no table of what was read came back"
-    return _Answer(f"not read: {why}", [], writer.files, writer.summary())
+    return _HostAnswer(f"not read: {why}", [], writer.files, writer.summary())
 
 
 def _receive(process: subprocess.Popen[bytes], writer: Writer) -> str:

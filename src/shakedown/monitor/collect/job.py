@@ -6,7 +6,7 @@ from pathlib import Path
 from shakedown.core.errors import UsageError
 from shakedown.monitor.collect import logs
 from shakedown.monitor.collect.report import NodesReport
-from shakedown.monitor.collect.steps import STEP_SECONDS, Step, collect_nodes, collector
+from shakedown.monitor.collect.steps import STEP_SECONDS, NodeCommand, collect_nodes, collector
 from shakedown.monitor.collect.writer import NAMES, Writer
 from shakedown.slurm.records import StepNodes, describe, parts_of, runs
 
@@ -28,7 +28,7 @@ def collect_job(job_id: str, out: Path, options: Sequence[str], seconds: float) 
         arguments = ["--job", running, "--this-node", *options]
         for part in parts:
             command = collector(arguments, writer.out)
-            step = Step(running, writer.out, command, STEP_SECONDS + seconds, part.srun)
+            step = NodeCommand(running, writer.out, command, STEP_SECONDS + seconds, part.srun)
             read = collect_nodes(step, part.nodes, writer)
             report.nodes |= read.nodes
             report.tables += read.tables

@@ -109,7 +109,7 @@ def collect_cluster(address: str, out: Path) -> None:
     writer = Writer(out)
     job = functools.partial(node.ask, "ray", {"ray": functools.partial(ray.query, (), address)})
     (given,) = run_bounded([job], 1, SOURCE_SECONDS)
-    for suffix, text in given.files if isinstance(given, node.Answer) else ():
+    for suffix, text in given.files if isinstance(given, node.SourceAnswer) else ():
         writer.text(f"{_label()}-{suffix}", text)
 
 
@@ -246,8 +246,8 @@ class _Collection:
         jobs = [functools.partial(node.ask, name, sources) for name in names]
         answers = run_bounded(jobs, len(jobs), SOURCE_SECONDS)
         for name, given in zip(names, answers, strict=True):
-            late = node.Answer("failed", missed=str(given or "no answer in time"))
-            answer = given if isinstance(given, node.Answer) else late
+            late = node.SourceAnswer("failed", missed=str(given or "no answer in time"))
+            answer = given if isinstance(given, node.SourceAnswer) else late
             self._node[name] = answer.said
             for suffix, text in answer.files:
                 self.writer.text(f"{self._label}-{suffix}", text)

@@ -34,7 +34,7 @@ SOURCES: Mapping[str, Query] = {
 
 
 @dataclass(frozen=True)
-class Answer:
+class SourceAnswer:
     """`said`: read, failed, or why it is not there. `files`: (end of the name, text).
 
     The name ends in letters: a number at the end of a file's name is read as a rank.
@@ -45,12 +45,12 @@ class Answer:
     missed: str = ""
 
 
-def ask(name: str, sources: Mapping[str, Query] | None = None) -> Answer:
+def ask(name: str, sources: Mapping[str, Query] | None = None) -> SourceAnswer:
     """Ask one source; nothing is raised."""
     try:
         suffix, text, lost = (sources or SOURCES)[name]()
     except LookupError as error:
-        return Answer(f"not there: {error.args[0] if error.args else error}")
+        return SourceAnswer(f"not there: {error.args[0] if error.args else error}")
     except Exception as error:  # noqa: BLE001  # a driver's fault must not end the collection
-        return Answer("failed", missed=f"{type(error).__name__}: {error}")
-    return Answer("read", [(suffix, text)], lost)
+        return SourceAnswer("failed", missed=f"{type(error).__name__}: {error}")
+    return SourceAnswer("read", [(suffix, text)], lost)

@@ -42,7 +42,7 @@ _TELLING = re.compile(
 )
 
 
-class Worker(NamedTuple):
+class RayWorker(NamedTuple):
     """What a Ray process hosts. `rank`: of its `__repr__`, None where that has none."""
 
     role: str
@@ -50,7 +50,7 @@ class Worker(NamedTuple):
     rank: int | None = None
 
 
-def worker_of(pid: int) -> Worker | None:
+def worker_of(pid: int) -> RayWorker | None:
     """The actor or task of a process; None of one that is no worker, or has nothing to do."""
     title = proc.command(pid)
     if not title.startswith("ray::"):
@@ -58,12 +58,12 @@ def worker_of(pid: int) -> Worker | None:
     told = _TOLD.search(_begin_of(pid))
     if told:
         rank = int(told[3]) if told[3] else None
-        return Worker(f"{told[1]} {told[2]}", told[2], rank)
+        return RayWorker(f"{told[1]} {told[2]}", told[2], rank)
     named = _TITLE.match(title)
     if named is None or _OWN.search(title):
         return None
     # Only an actor's method has a class before it.
-    return Worker(f"{ACTOR if named[2] else TASK} {named[1]}", named[1])
+    return RayWorker(f"{ACTOR if named[2] else TASK} {named[1]}", named[1])
 
 
 def is_own(pid: int, command: str) -> bool:

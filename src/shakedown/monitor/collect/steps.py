@@ -29,7 +29,7 @@ COLLECTOR = ("-P", "-m", "shakedown.cli", "hang", "collect")
 
 
 @dataclass(frozen=True)
-class Step:
+class NodeCommand:
     """How a command runs on nodes of job `job_id`, a task a node.
 
     `out`: a folder that all nodes see; `limit`: seconds that one step may take. `srun`: more of its
@@ -61,7 +61,7 @@ class CollectedNodes:
     tables: list[dict[str, object]] = field(default_factory=list)
 
 
-def collect_nodes(step: Step, nodes: Sequence[str], writer: Writer) -> CollectedNodes:
+def collect_nodes(step: NodeCommand, nodes: Sequence[str], writer: Writer) -> CollectedNodes:
     """One step for all nodes that answer Slurm; srun refuses it when one of them does not, so
     each node that it did not reach then gets a step of its own.
 
@@ -83,7 +83,7 @@ def collect_nodes(step: Step, nodes: Sequence[str], writer: Writer) -> Collected
     return report
 
 
-def unreached(step: Step, nodes: Sequence[str], writer: Writer) -> Mapping[str, str]:
+def unreached(step: NodeCommand, nodes: Sequence[str], writer: Writer) -> Mapping[str, str]:
     """The nodes on which the job can start nothing, and why: see `collect_nodes`."""
     said = _silent(nodes, writer)
     asked = [n for n in nodes if n not in said]
@@ -109,13 +109,13 @@ def _silent(nodes: Sequence[str], writer: Writer) -> dict[str, str]:
     return {n: f"not asked: Slurm says {s.state}" for n, s in found.items() if s.is_lost}
 
 
-def _run_each(step: Step, nodes: Sequence[str]) -> Sequence[object]:
+def _run_each(step: NodeCommand, nodes: Sequence[str]) -> Sequence[object]:
     """A step a node; its result is True where its command ended well."""
     jobs = [partial(_run, step, [n]) for n in nodes]
     return run_bounded(jobs, MOST_STEPS, step.limit * -(-len(nodes) // MOST_STEPS))
 
 
-def _run(step: Step, nodes: Sequence[str]) -> bool:
+def _run(step: NodeCommand, nodes: Sequence[str]) -> bool:
     """Whether all of the step's tasks ended well; srun's words go to a file that `_why` reads."""
     srun = srun_argv(
         nodes=nodes,

@@ -8,7 +8,7 @@ from shakedown.cluster.supervise import Supervisor
 from shakedown.core.errors import UsageError
 from shakedown.core.paths import AttemptPaths
 from shakedown.monitor.collect import Target, collect_local, from_attempt
-from shakedown.monitor.collect.steps import Step, collect_nodes, collector, unreached
+from shakedown.monitor.collect.steps import NodeCommand, collect_nodes, collector, unreached
 from shakedown.monitor.collect.writer import COLLECTED, NAMES, READ, Writer
 from shakedown.progress.movement import Movement
 from shakedown.slurm.hostlist import node_name
@@ -47,7 +47,7 @@ class _OtherNodes:
         out = launched.job.attempt.evidence.absolute()
         command = collector([*launched.collected_by, "--gap", str(_GAP_SECONDS)], out)
         self._nodes = nodes
-        self._step = Step(os.environ.get("SLURM_JOB_ID", ""), out, command, _STEP_SECONDS)
+        self._step = NodeCommand(os.environ.get("SLURM_JOB_ID", ""), out, command, _STEP_SECONDS)
         self._missed: list[str] = []
         # A daemon: a step that never ends must not hold the stage at its end.
         self._thread = threading.Thread(target=self._collect, name="collect-nodes", daemon=True)
@@ -86,7 +86,7 @@ def note_lost_nodes(attempt: AttemptPaths, nodes: Sequence[str]) -> None:
         return
     out = attempt.evidence.absolute()
     step, writer = (
-        Step(os.environ.get("SLURM_JOB_ID", ""), out, ["true"], _REACH_SECONDS),
+        NodeCommand(os.environ.get("SLURM_JOB_ID", ""), out, ["true"], _REACH_SECONDS),
         Writer(out),
     )
     lost = unreached(step, others, writer)
@@ -96,7 +96,7 @@ def note_lost_nodes(attempt: AttemptPaths, nodes: Sequence[str]) -> None:
         _write_nodes(step, lost, writer)
 
 
-def _write_nodes(step: Step, nodes: Mapping[str, str], writer: Writer) -> None:
+def _write_nodes(step: NodeCommand, nodes: Mapping[str, str], writer: Writer) -> None:
     body = {"schema": COLLECTED, "job": step.job_id, "nodes": nodes}
     body |= {"missed": writer.summary(), "files": writer.files}
     writer.json(NAMES.collected_job, body)

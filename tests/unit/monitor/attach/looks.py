@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shakedown.monitor.attach.sampler import Look, Process
+from shakedown.monitor.attach.sampler import Look, WatchedProcess
 from shakedown.progress.signs import Activity
 
 
@@ -20,11 +20,11 @@ class Rank:
     output: int = 0
     here: bool = True
 
-    def process(self, now: float) -> Process:
+    def process(self, now: float) -> WatchedProcess:
         name = f"trainer-rank{self.rank}" if self.rank is not None else f"{self.host}-pid7"
         pid = self.pid or 100 + (self.rank or 0)
         activity = Activity(now, self.cpu, self.io, self.output)
-        return Process(name, pid, 1, self.rank, self.state, activity)
+        return WatchedProcess(name, pid, 1, self.rank, self.state, activity)
 
 
 def looks_at(
