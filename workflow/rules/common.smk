@@ -18,7 +18,7 @@ from shakedown.config import (
     parse_config,
     write_resolved,
 )
-from shakedown.config.places import ranks_a_node
+from shakedown.config.capacity import ranks_a_node
 from shakedown.core.continued import ProgramCall
 from shakedown.core.errors import ShakedownError
 from shakedown.core.private import restrict_umask, allow_group_read, own_folder

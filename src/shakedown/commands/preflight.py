@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from shakedown.cluster.folder_lease import hold
 from shakedown.commands.arguments import above_zero, add_strict, place, run_config, whole
 from shakedown.config import Config
-from shakedown.config.places import stage_placement
+from shakedown.config.capacity import stage_placement
 from shakedown.core.continued import begin_command, next_command
 from shakedown.core.errors import CannotJudgeError, ExitCode, StorageError, UsageError
 from shakedown.core.folders import remove_earlier

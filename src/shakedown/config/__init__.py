@@ -3,7 +3,7 @@
 from shakedown.config.command import CommandStage
 from shakedown.config.load import (
     WORKFLOW_CONFIG,
-    Written,
+    KeyLocations,
     dump_config,
     layers,
     load_config,
@@ -36,6 +36,7 @@ __all__ = [
     "DriftConfig",
     "FaultConfig",
     "GrpoConfig",
+    "KeyLocations",
     "ModelConfig",
     "OptimizerConfig",
     "PreflightConfig",
@@ -44,7 +45,6 @@ __all__ = [
     "SftConfig",
     "StageConfig",
     "SupervisedStage",
-    "Written",
     "dump_config",
     "layers",
     "load_config",

@@ -117,7 +117,7 @@ def is_a_command(text: str) -> str:
 
 
 Template = Annotated[Place, AfterValidator(_known)]
-Command = Annotated[Template, AfterValidator(is_a_command)]
+CommandLine = Annotated[Template, AfterValidator(is_a_command)]
 
 
 class ProgressConfig(Section):
@@ -169,7 +169,7 @@ class ResumeConfig(Section):
 
     glob: Annotated[Template, Field(min_length=1)]
     complete: str = ""
-    arguments: Command = ""
+    arguments: CommandLine = ""
 
 
 class CommandStage(SupervisedStage):
@@ -177,7 +177,7 @@ class CommandStage(SupervisedStage):
 
     algorithm: Literal["command"]
     launch: Literal["torchrun", "srun", "accelerate", "ray", "none"]
-    command: Annotated[Command, Field(min_length=1)]
+    command: Annotated[CommandLine, Field(min_length=1)]
     ranks_per_node: Positive = 1
     python: Place = ""
     steps: Positive | None = None

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from shakedown.cluster.allocation import AllocationPart, parse_allocation
+from shakedown.config.capacity import lint_places
 from shakedown.config.own_stage import StageConfig
-from shakedown.config.places import lint_places
 from shakedown.config.policy import GrpoConfig
 from shakedown.config.schema import Config, ServeConfig
 from shakedown.core.errors import UsageError, did_you_mean

@@ -75,7 +75,7 @@ def parse_config(
     try:
         return _in_order(Config.model_validate(_tuples(dict(body))))
     except ValidationError as error:
-        written = Written(paths)
+        written = KeyLocations(paths)
         given = error.errors()
         faults = [_explain(fault, written) for fault in given[:_MOST_FAULTS]]
         faults += [f"and {len(given) - _MOST_FAULTS} more"] if len(given) > _MOST_FAULTS else []
@@ -242,7 +242,7 @@ _MAX_KEYS = 10_000  # aliases can make a short file long without end
 _MAX_DEPTH = 12
 
 
-class Written:
+class KeyLocations:
     """Where the keys of a config are written. The last of several files counts."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -297,7 +297,7 @@ class Written:
         return files[0] > files[1]
 
 
-def _explain(fault: Any, written: Written) -> str:
+def _explain(fault: Any, written: KeyLocations) -> str:
     full = [str(part) for part in fault["loc"]]
     location = [part for part in full if part not in STAGE_KINDS]
     key = ".".join(location)

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from shakedown.config.policy import GrpoConfig, OptimizerConfig
 from shakedown.config.values import NonNegative, Positive, Section, SupervisedStage
 
-Sink = Literal["tensorboard", "wandb"]
+SinkName = Literal["tensorboard", "wandb"]
 
 
 class FaultConfig(Section):
@@ -87,7 +87,7 @@ class StageConfig(SupervisedStage):
     keep_checkpoints: Positive = 2
     eval_samples: NonNegative = 400
     eval_every: NonNegative = 0
-    sinks: list[Sink] = []
+    sinks: list[SinkName] = []
     sft: SftConfig | None = None
     grpo: GrpoConfig | None = None
     fault: FaultConfig | None = None

@@ -21,7 +21,7 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 Path = tuple[str, ...]
-Token = tuple[str, int]  # the text, and where it begins
+TomlToken = tuple[str, int]  # the text, and where it begins
 Keys = Generator[tuple[Path, int], None, int]  # paths and where they begin
 
 
@@ -83,7 +83,7 @@ def _numbered(names: Path, tables: Counter[Path], many: bool) -> Path:
     return path
 
 
-def _dotted(tokens: list[Token], at: int) -> tuple[list[Token], int]:
+def _dotted(tokens: list[TomlToken], at: int) -> tuple[list[TomlToken], int]:
     """The names of `a."b".c`, and the first token behind them."""
     names = []
     while at < len(tokens) and tokens[at][0] not in ("=", "]", "\n"):
@@ -94,7 +94,7 @@ def _dotted(tokens: list[Token], at: int) -> tuple[list[Token], int]:
     return names, at
 
 
-def _pair(tokens: list[Token], at: int, above: Path) -> Keys:
+def _pair(tokens: list[TomlToken], at: int, above: Path) -> Keys:
     """One `key = value`; returns the first token behind it."""
     names, at = _dotted(tokens, at)
     path = above
@@ -104,7 +104,7 @@ def _pair(tokens: list[Token], at: int, above: Path) -> Keys:
     return (yield from _value(tokens, at + 1, path))
 
 
-def _value(tokens: list[Token], at: int, path: Path) -> Keys:
+def _value(tokens: list[TomlToken], at: int, path: Path) -> Keys:
     """One value, with the keys of inline tables in it; returns the first token behind it."""
     if at >= len(tokens) or tokens[at][0] not in ("[", "{"):
         while at < len(tokens) and tokens[at][0] not in ("\n", ",", "]", "}"):

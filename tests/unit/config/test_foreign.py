@@ -12,7 +12,7 @@ import pytest
 from shakedown.cli import main
 from shakedown.config.foreign import PROJECTS, judge_foreign, read_toml, source
 from shakedown.config.foreign.document import Document
-from shakedown.config.load import Written, read_yaml
+from shakedown.config.load import KeyLocations, read_yaml
 from shakedown.core.errors import ConfigError
 from shakedown.core.verdict import Verdict
 
@@ -541,7 +541,7 @@ def test_any_value_at_any_key_is_judged(name: str, value: object) -> None:
     path = SAMPLE / name
     toml = path.suffix == ".toml"
     body: dict[str, Any] = dict(read_toml(path) if toml else read_yaml(path))
-    project, written = PROJECTS[toml], Written([path])
+    project, written = PROJECTS[toml], KeyLocations([path])
     for *above, last in list(_paths(body)):
         inner = functools.reduce(lambda inner, name: inner[name], above, body)
         kept, inner[last] = inner[last], value

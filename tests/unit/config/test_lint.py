@@ -7,8 +7,8 @@ import pytest
 from shakedown.cli import main
 from shakedown.cluster.allocation import TRAINING
 from shakedown.config import load_config
+from shakedown.config.capacity import ranks_a_node
 from shakedown.config.lint import trainer_world
-from shakedown.config.places import ranks_a_node
 from shakedown.core.verdict import Finding
 from shakedown.training.engines import DIMENSIONS, ENGINES
 from shakedown.training.lint import faults_of, findings_of, require_sound

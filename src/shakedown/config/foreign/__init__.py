@@ -14,7 +14,7 @@ from typing import Any
 from shakedown.config.foreign import areal, prime_rl
 from shakedown.config.foreign.document import Document, count_unknown, told
 from shakedown.config.foreign.source import Layout, UnreadableError, read_schema
-from shakedown.config.load import Written, merge, read_yaml
+from shakedown.config.load import KeyLocations, merge, read_yaml
 from shakedown.config.toml_places import is_deep
 from shakedown.core.errors import ConfigError
 from shakedown.core.verdict import Finding, Stopwatch, Verdict, counted, status_of
@@ -65,7 +65,7 @@ def judge_foreign(paths: Sequence[Path], source: Path | None = None) -> Verdict 
         kind = project.kind_of(body) if suffixes <= set(project.suffixes) else ""
         if kind:
             begin = f"{paths[0]}:1:1"
-            document = Document(body, Written(paths), kind, begin, project.null)
+            document = Document(body, KeyLocations(paths), kind, begin, project.null)
             document, findings = _with_schema(project, document, paths, source)
             findings = [*project.lint(document), *findings]
             findings = [replace(f, evidence=[document.at(f.subject)]) for f in findings]

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from shakedown.config.foreign.source import Schema
-from shakedown.config.load import Written
+from shakedown.config.load import KeyLocations
 from shakedown.core.errors import did_you_mean
 from shakedown.core.verdict import Finding
 
@@ -29,7 +29,7 @@ class Document:
     """Values by dotted key; those of AReaL may refer to each other by `${key}`."""
 
     body: Mapping[str, Any]
-    written: Written
+    written: KeyLocations
     kind: str = ""
     begin: str = ""  # where the first file begins: the place of what stands nowhere
     null: str = ""  # a text that stands for null

@@ -7,7 +7,7 @@ from typing import Any
 
 from shakedown.cluster.allocation import AllocationPart, parse_allocation
 from shakedown.config import Config, StageConfig
-from shakedown.config.places import MEMORY_OPTIONS, server_part
+from shakedown.config.capacity import MEMORY_OPTIONS, server_part
 from shakedown.core.errors import UsageError
 from shakedown.training.engines import DIMENSIONS, OPTIONS
 from shakedown.training.forecast.cards import Card, card_of

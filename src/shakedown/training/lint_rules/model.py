@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from shakedown.cluster.allocation import AllocationPart, parse_allocation
-from shakedown.config.places import server_part
+from shakedown.config.capacity import server_part
 from shakedown.core.errors import UsageError
 from shakedown.core.verdict import Finding
 from shakedown.training.engines import FAMILIES

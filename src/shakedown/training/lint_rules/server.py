@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from shakedown.config.places import MEMORY_OPTIONS
+from shakedown.config.capacity import MEMORY_OPTIONS
 from shakedown.core.errors import UsageError
 from shakedown.core.verdict import Finding
 from shakedown.inference.engines import LaunchSpec, Machine, get_engine

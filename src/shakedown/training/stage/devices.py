@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from shakedown.cluster.gpus import visible_gpus, wanted_gpus
 from shakedown.config import ServeConfig, StageConfig
-from shakedown.config.places import stage_placement
+from shakedown.config.capacity import stage_placement
 from shakedown.core.errors import UsageError
 
 
