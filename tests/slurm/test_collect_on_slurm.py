@@ -17,9 +17,9 @@ from shakedown.core.paths import AttemptPaths
 from shakedown.diagnosis.read import read_paths
 from shakedown.diagnosis.records import NodeState, Stack
 from shakedown.progress.movement import Movement
+from shakedown.training.stage.builtin_stage import OwnLaunched
 from shakedown.training.stage.evidence import collect_evidence, note_lost_nodes
 from shakedown.training.stage.job import StageJob
-from shakedown.training.stage.own import OwnLaunched
 from tests.slurm_fixtures import PATIENCE, environment, private_cluster, wait_for
 from tests.workflow.helpers import ROOT, read_json
 

@@ -18,7 +18,7 @@ from shakedown.config import (
     parse_config,
     write_resolved,
 )
-from shakedown.config.capacity import ranks_a_node
+from shakedown.config.capacity import ranks_per_node
 from shakedown.core.continued import ProgramCall
 from shakedown.core.errors import ShakedownError
 from shakedown.core.private import restrict_umask, allow_group_read, own_folder
@@ -193,7 +193,7 @@ def stage_nodes(wildcards):
 def stage_threads(wildcards):
     """Cores on each node: one a rank."""
     stage = CONFIG.stages[wildcards.stage]
-    return ranks_a_node(stage, CONFIG.serve, CONFIG.cluster.gpus_per_node)
+    return ranks_per_node(stage, CONFIG.serve, CONFIG.cluster.gpus_per_node)
 
 
 def placement():

@@ -177,7 +177,7 @@ def _actions(args: argparse.Namespace) -> "Actions":
     return Actions(args.then == "scancel", command, webhook)
 
 
-def _command(text: str) -> "Callable[[Mapping[str, str]], Command]":
+def _command(text: str) -> "Callable[[Mapping[str, str]], AlarmCommand]":
     """A command whose placeholders are known, each a word or a part of one.
 
     Raises:

@@ -11,8 +11,8 @@ from shakedown.config.load import (
     parse_config,
     write_resolved,
 )
-from shakedown.config.own_stage import FaultConfig, ProfileConfig, SftConfig, StageConfig
 from shakedown.config.policy import DriftConfig, GrpoConfig, OptimizerConfig
+from shakedown.config.runtime_stage import FaultConfig, ProfileConfig, SftConfig, StageConfig
 from shakedown.config.schema import (
     AgentsConfig,
     ClusterConfig,

@@ -3,7 +3,7 @@
 from shakedown.cluster.allocation import AllocationPart, parse_allocation
 from shakedown.cluster.placement import Placement, PlacementError, place_stage
 from shakedown.config.command import CommandStage
-from shakedown.config.own_stage import StageConfig
+from shakedown.config.runtime_stage import StageConfig
 from shakedown.config.schema import Config, ServeConfig
 from shakedown.core.errors import UsageError
 from shakedown.core.verdict import Finding
@@ -42,7 +42,9 @@ def stage_placement(stage: StageConfig, serve: ServeConfig, gpus_per_node: int) 
     )
 
 
-def ranks_a_node(stage: StageConfig | CommandStage, serve: ServeConfig, gpus_per_node: int) -> int:
+def ranks_per_node(
+    stage: StageConfig | CommandStage, serve: ServeConfig, gpus_per_node: int
+) -> int:
     """Most trainer ranks on one node.
 
     Raises:
@@ -56,7 +58,7 @@ def ranks_a_node(stage: StageConfig | CommandStage, serve: ServeConfig, gpus_per
     return max(sum(place.node == node for place in trainer.ranks) for node in trainer.nodes)
 
 
-def lint_places(config: Config) -> list[Finding]:
+def lint_capacity(config: Config) -> list[Finding]:
     """Findings about nodes and GPUs; allocations that do not parse are judged elsewhere."""
     findings = []
     if config.cluster.gpus_per_node:
@@ -146,7 +148,7 @@ def _lint_memory(config: Config) -> list[Finding]:
     """On a GPU that is shared the engine must leave memory to the trainer."""
     serve = config.serve
     option = MEMORY_OPTIONS.get(serve.engine)
-    shared = serve.share_gpus and any(stage.grpo for stage in config.own_stages.values())
+    shared = serve.share_gpus and any(stage.grpo for stage in config.runtime_stages.values())
     # Both `--option=0.4` and `--option`, `0.4`.
     given = any(word.split("=")[0] == option for word in serve.extra_args)
     if not shared or given or option is None:

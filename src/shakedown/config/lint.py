@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from shakedown.cluster.allocation import AllocationPart, parse_allocation
-from shakedown.config.capacity import lint_places
-from shakedown.config.own_stage import StageConfig
+from shakedown.config.capacity import lint_capacity
 from shakedown.config.policy import GrpoConfig
+from shakedown.config.runtime_stage import StageConfig
 from shakedown.config.schema import Config, ServeConfig
 from shakedown.core.errors import UsageError, did_you_mean
 from shakedown.core.verdict import Finding
@@ -27,15 +27,15 @@ def lint(
         engines: the dimensions of an allocation that each training engine has.
     """
     findings = [*_lint_data(config, rewards), *_lint_serve(config)]
-    if config.own_stages:
+    if config.runtime_stages:
         agent = _lint_agent("agents.target", config.agents.target)
         # A run without GRPO trains without agents; the agent checks alone would fail.
-        trains = any(stage.algorithm == "grpo" for stage in config.own_stages.values())
+        trains = any(stage.algorithm == "grpo" for stage in config.runtime_stages.values())
         findings += agent if trains else [replace(found, status="warn") for found in agent]
     findings += _lint_servers_users(config)
-    for name, stage in config.own_stages.items():
+    for name, stage in config.runtime_stages.items():
         findings += _lint_stage(f"stages.{name}", stage, config.serve, faults, engines)
-    return [*findings, *lint_places(config)]
+    return [*findings, *lint_capacity(config)]
 
 
 def trainer_world(stage: StageConfig) -> int:

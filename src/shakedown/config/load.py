@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from shakedown.config.command import CommandStage
-from shakedown.config.own_stage import StageConfig
+from shakedown.config.runtime_stage import StageConfig
 from shakedown.config.schema import STAGE_KINDS, Config
 from shakedown.config.toml_places import toml_places
 from shakedown.core.errors import ConfigError, did_you_mean

@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from shakedown.config.command import CommandStage, placeholders_in
-from shakedown.config.own_stage import StageConfig
+from shakedown.config.runtime_stage import StageConfig
 from shakedown.config.values import Name, NonNegative, Place, Positive, Seconds, Section
 from shakedown.core.errors import did_you_mean
 from shakedown.core.paths import RunPaths

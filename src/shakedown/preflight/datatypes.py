@@ -34,7 +34,7 @@ class Expectations:
         trainers: numbers of the nodes that a GRPO stage's trainer runs on; node 0 also has its
         server. baseline: the site's own values, by name; see checks/baseline.py. parts: the run's
         own code, as (kind, name) or, for agents with arguments, (kind, name, kwargs as JSON); see
-        training/try_part.py.
+        training/smoke_test.py.
     """
 
     nodes: int = 1

@@ -43,7 +43,7 @@ class _Version:
 
 
 @dataclass(frozen=True)
-class Weights:
+class PublishedWeights:
     """A published version. `digest` changes when the content does."""
 
     version: int
@@ -133,7 +133,7 @@ class RolloutStore:
         """The newest published version, 0 when there is none."""
         return _read_version(self._weights / "latest.json")
 
-    def latest_weights(self) -> Weights | None:
+    def latest_weights(self) -> PublishedWeights | None:
         """The newest published weights, checked against their manifest; None before the first.
 
         Raises:
@@ -149,7 +149,7 @@ class RolloutStore:
                 raise
         return self.latest_weights()  # replaced by a newer one meanwhile
 
-    def weights(self, version: int) -> Weights:
+    def weights(self, version: int) -> PublishedWeights:
         """Published weights, checked against their manifest.
 
         Those that are newer than what the server has loaded are kept.
@@ -175,7 +175,7 @@ class RolloutStore:
             if not name.endswith((".json", ".jinja"))
         }
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-        return Weights(version, folder, digest)
+        return PublishedWeights(version, folder, digest)
 
     def mark_loaded(self, version: int) -> None:
         """Note that the server answers with this version: older ones may go."""

@@ -16,7 +16,7 @@ from shakedown.inference.engines import get_token_engine
 from shakedown.inference.folder import Endpoint, read_endpoint, with_model
 from shakedown.inference.processes import turn
 from shakedown.inference.relay import split_urls
-from shakedown.rollout.store import Weights
+from shakedown.rollout.store import PublishedWeights
 from shakedown.rollout.weights import WeightSync, all_loaded, probe_tokens
 
 _SHOWN = 3  # differences in a message
@@ -115,7 +115,7 @@ async def _update_one(endpoint: Endpoint, url: str, folder: Path, within: float)
         initial = Path(endpoint.model)
         sync = WeightSync(client, probe, dtype=dtype, initial=initial, replicas=replicas)
         await sync.begin()
-        return await sync.apply(Weights(1, folder, ""), within=within)
+        return await sync.apply(PublishedWeights(1, folder, ""), within=within)
 
 
 def _vocabulary(folder: Path) -> int:

@@ -16,7 +16,7 @@ from shakedown.core.errors import ServerError, StorageError
 from shakedown.core.files import read_json_as
 from shakedown.inference.client import Client
 from shakedown.rollout.reference import reference_logprobs, same_weights
-from shakedown.rollout.store import Weights
+from shakedown.rollout.store import PublishedWeights
 
 PROBE_TOKENS = 320  # more than two blocks of vLLM's cache on a CPU, which are 128 tokens long
 # Mean |difference| of probe logprobs in nats between engine and trainer that passes as equal:
@@ -171,7 +171,7 @@ class WeightSync:
         for each in self._replicas:
             await each.begin(self._probe)
 
-    async def apply(self, weights: Weights, *, within: float) -> float:
+    async def apply(self, weights: PublishedWeights, *, within: float) -> float:
         """Load and verify; returns the seconds it took.
 
         Raises:
@@ -196,7 +196,7 @@ class WeightSync:
         self._digest = weights.digest
         return time.monotonic() - began
 
-    async def _load(self, weights: Weights, within: float) -> None:
+    async def _load(self, weights: PublishedWeights, within: float) -> None:
         try:
             await self._client.update_weights(str(weights.folder.absolute()), within=within)
         except ServerError as error:
@@ -207,7 +207,7 @@ class WeightSync:
             told = f"{error.args[0]}; no answer from {' and '.join(silent)}"
             raise ServerError(told, hint=error.hint) from error
 
-    async def _scores(self, replica: _Replica, weights: Weights) -> list[float]:
+    async def _scores(self, replica: _Replica, weights: PublishedWeights) -> list[float]:
         """Logprobs of the probe, of which nothing may come from the old weights' cache."""
         cached = await replica.cached(self._probe)  # fills it again, for the next update
         if cached:
@@ -218,7 +218,10 @@ class WeightSync:
         return await replica.score(self._probe)
 
     def _judge_unmoved(
-        self, unmoved: Sequence[_Replica], moved: Mapping[_Replica, float], weights: Weights
+        self,
+        unmoved: Sequence[_Replica],
+        moved: Mapping[_Replica, float],
+        weights: PublishedWeights,
     ) -> None:
         old = [each.name for each in unmoved if not moved[each]]
         if old:
@@ -236,7 +239,7 @@ class WeightSync:
                 flush=True,
             )
 
-    async def _unchanged(self, weights: Weights) -> bool:
+    async def _unchanged(self, weights: PublishedWeights) -> bool:
         """Whether new and old weights are equal, as where no reward taught anything."""
         if self._digest:
             return weights.digest == self._digest
@@ -244,7 +247,7 @@ class WeightSync:
             return False
         return await asyncio.to_thread(same_weights, self._initial, weights.folder)
 
-    async def _compare(self, weights: Weights) -> None:
+    async def _compare(self, weights: PublishedWeights) -> None:
         expected = read_expected(weights.folder)
         if expected is None:
             expected = await self._computed(weights)
@@ -260,7 +263,7 @@ class WeightSync:
                     hint="compare dtype and model of trainer and server: shakedown compare",
                 )
 
-    async def _computed(self, weights: Weights) -> Expected | None:
+    async def _computed(self, weights: PublishedWeights) -> Expected | None:
         """The answer by transformers, for the first version: loading is right or wrong for all.
 
         Later versions are compared by the trainer, which reports its mismatch in every step.
@@ -283,7 +286,7 @@ class FleetSync:
         """As `WeightSync.begin`."""
         await asyncio.gather(*(sync.begin() for sync in self._syncs.values()))
 
-    async def apply(self, weights: Weights, *, within: float) -> float:
+    async def apply(self, weights: PublishedWeights, *, within: float) -> float:
         """As `WeightSync.apply`; the error names the servers that have not taken them."""
         # All to their end: the others are not to be left in the middle of it.
         found = await asyncio.gather(

@@ -28,7 +28,7 @@ class TokenBatch:
         """How many tokens are trained."""
         return int(self.mask.sum())
 
-    def at_mask(self, name: str) -> torch.Tensor:
+    def masked(self, name: str) -> torch.Tensor:
         """An extra tensor on the trained tokens, shape [M], rows first."""
         values = self.extra[name]
         if values.dim() == 1:

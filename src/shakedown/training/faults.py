@@ -12,9 +12,9 @@ from shakedown.training.fault_acts import DataEndedError, Strike, SwallowedError
 __all__ = [
     "KINDS",
     "DataEndedError",
-    "Fault",
+    "FaultPlace",
+    "InjectedFault",
     "Injector",
-    "Place",
     "Role",
     "Strike",
     "SwallowedError",
@@ -24,14 +24,14 @@ __all__ = [
 # Where a fault strikes. Of a trainer rank: before the rendezvous, before its model is loaded,
 # before a step's work, in the fetching of its batch, in its logging. Of the orchestrator: before
 # it hands out a step's batch, before it loads new weights into the server.
-Place = Literal["join", "load", "step", "data", "metrics", "rollout", "weights"]
+FaultPlace = Literal["join", "load", "step", "data", "metrics", "rollout", "weights"]
 Role = Literal["trainer", "orchestrator"]
 # These come once and before the first step: the fault's step does not matter.
-START: frozenset[Place] = frozenset({"join", "load"})
+START: frozenset[FaultPlace] = frozenset({"join", "load"})
 
 
 @dataclass(frozen=True)
-class Fault:
+class InjectedFault:
     """`act` runs on one rank at one step; `what` is for people.
 
     Attributes:
@@ -39,7 +39,7 @@ class Fault:
         repeated: act runs at every step from the configured one on.
     """
 
-    place: Place
+    place: FaultPlace
     what: str
     act: Callable[[Strike], None]
     role: Role = "trainer"
@@ -47,66 +47,76 @@ class Fault:
     repeated: bool = False
 
 
-KINDS: dict[str, Fault] = {
-    "conditional_collective": Fault(
+KINDS: dict[str, InjectedFault] = {
+    "conditional_collective": InjectedFault(
         "metrics", "an extra all_reduce on one rank", acts.conditional_collective
     ),
-    "exception_in_cleanup": Fault(
+    "exception_in_cleanup": InjectedFault(
         "step",
         "an exception swallowed on one rank, which waits in the cleanup's barrier",
         acts.exception_in_cleanup,
     ),
-    "busy_rank": Fault("step", "endless Python work on one rank", acts.busy_rank),
-    "long_collection": Fault(
+    "busy_rank": InjectedFault("step", "endless Python work on one rank", acts.busy_rank),
+    "long_collection": InjectedFault(
         "step", "endless garbage collections on one rank", acts.long_collection
     ),
-    "stop_rank": Fault("step", "one rank stopped by SIGSTOP", acts.stop_process),
-    "kill_rank": Fault("step", "one rank killed by SIGKILL", acts.kill_process),
-    "dataloader": Fault("data", "one rank's data iterator sleeps for ever", acts.sleep_for_ever),
-    "dataloader_worker": Fault(
+    "stop_rank": InjectedFault("step", "one rank stopped by SIGSTOP", acts.stop_process),
+    "kill_rank": InjectedFault("step", "one rank killed by SIGKILL", acts.kill_process),
+    "dataloader": InjectedFault(
+        "data", "one rank's data iterator sleeps for ever", acts.sleep_for_ever
+    ),
+    "dataloader_worker": InjectedFault(
         "data", "one rank's loader worker waits for a lock held at its fork", acts.dataloader_worker
     ),
-    "out_of_data": Fault(
+    "out_of_data": InjectedFault(
         "data", "one rank's data ends: it leaves the loop and exports", acts.out_of_data
     ),
-    "no_rendezvous": Fault("join", "one rank never joins the others", acts.sleep_for_ever),
-    "model_load": Fault("load", "one rank never ends loading its model", acts.sleep_for_ever),
-    "op_mismatch": Fault("step", "one rank gathers where the others all_reduce", acts.op_mismatch),
-    "size_mismatch": Fault("step", "one rank's all_reduce has more elements", acts.size_mismatch),
-    "fewer_micro_batches": Fault(
+    "no_rendezvous": InjectedFault("join", "one rank never joins the others", acts.sleep_for_ever),
+    "model_load": InjectedFault(
+        "load", "one rank never ends loading its model", acts.sleep_for_ever
+    ),
+    "op_mismatch": InjectedFault(
+        "step", "one rank gathers where the others all_reduce", acts.op_mismatch
+    ),
+    "size_mismatch": InjectedFault(
+        "step", "one rank's all_reduce has more elements", acts.size_mismatch
+    ),
+    "fewer_micro_batches": InjectedFault(
         "step", "one rank runs one micro batch less", acts.fewer_micro_batches
     ),
-    "wrong_shape": Fault("step", "one rank's micro batches are a token narrower", acts.wrong_shape),
-    "two_threads": Fault(
+    "wrong_shape": InjectedFault(
+        "step", "one rank's micro batches are a token narrower", acts.wrong_shape
+    ),
+    "two_threads": InjectedFault(
         "step", "a second thread of one rank uses the same group", acts.two_threads
     ),
-    "cross_group_order": Fault(
+    "cross_group_order": InjectedFault(
         "step",
         "one rank uses two groups in the other order",
         acts.cross_group_order,
         everywhere=True,
     ),
-    "storage_stall": Fault("step", "fsync never returns on one rank", acts.storage_stall),
-    "slow_steps": Fault(
+    "storage_stall": InjectedFault("step", "fsync never returns on one rank", acts.storage_stall),
+    "slow_steps": InjectedFault(
         "step",
         "every step is seconds longer on all ranks",
         acts.slow_step,
         everywhere=True,
         repeated=True,
     ),
-    "kill_orchestrator": Fault(
+    "kill_orchestrator": InjectedFault(
         "rollout", "the orchestrator killed by SIGKILL", acts.kill_process, role="orchestrator"
     ),
-    "stop_orchestrator": Fault(
+    "stop_orchestrator": InjectedFault(
         "rollout", "the orchestrator stopped by SIGSTOP", acts.stop_process, role="orchestrator"
     ),
-    "weights_not_loaded": Fault(
+    "weights_not_loaded": InjectedFault(
         "weights",
         "the orchestrator never loads new weights",
         acts.sleep_for_ever,
         role="orchestrator",
     ),
-    "staleness_zero": Fault(
+    "staleness_zero": InjectedFault(
         "rollout",
         "the orchestrator's staleness leaves no capacity",
         acts.staleness_zero,
@@ -115,7 +125,7 @@ KINDS: dict[str, Fault] = {
 }
 
 
-def check_kind(kind: str) -> Fault:
+def check_kind(kind: str) -> InjectedFault:
     """Look a fault up.
 
     Raises:
@@ -137,7 +147,7 @@ class Injector:
         self._fault = check_kind(config.kind) if config else None
         self._role = role
 
-    def at(self, place: Place, step: int = 0, subject: Any = None) -> None:
+    def at(self, place: FaultPlace, step: int = 0, subject: Any = None) -> None:
         """Strike if this is the rank, the step and the place.
 
         Args:
@@ -158,5 +168,5 @@ class Injector:
         fault.act(Strike(culprit, subject))
 
 
-def _is_due(fault: Fault, wanted: int, step: int) -> bool:
+def _is_due(fault: InjectedFault, wanted: int, step: int) -> bool:
     return fault.place in START or step == wanted or (fault.repeated and step > wanted)

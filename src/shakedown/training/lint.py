@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shakedown.agents.rewards import REWARDS, is_own
-from shakedown.config import Config, Written
+from shakedown.config import Config, KeyLocations
 from shakedown.config.lint import lint
 from shakedown.core.errors import ConfigError
 from shakedown.core.verdict import Finding, Stopwatch, Verdict, counted, status_of
@@ -43,7 +43,7 @@ def judge_config(config: Config, paths: Sequence[Path]) -> Verdict:
     """The findings as a verdict; `paths`: the files of the config, in which each has its place."""
     clock = Stopwatch()
     where = " + ".join(map(str, paths))
-    findings = [*_placed(findings_of(config), paths), *_left_out(config, Written(paths))]
+    findings = [*_placed(findings_of(config), paths), *_left_out(config, KeyLocations(paths))]
     return Verdict(
         stage="lint",
         status=status_of(findings),
@@ -54,7 +54,7 @@ def judge_config(config: Config, paths: Sequence[Path]) -> Verdict:
     )
 
 
-def _left_out(config: Config, written: Written) -> list[Finding]:
+def _left_out(config: Config, written: KeyLocations) -> list[Finding]:
     """Stages that `order` does not name, written beside it or over it: perhaps forgotten there.
 
     An overlay leaves stages of the files below it out by an `order` of its own.
@@ -67,7 +67,7 @@ def _left_out(config: Config, written: Written) -> list[Finding]:
 
 def _placed(findings: Sequence[Finding], paths: Sequence[Path]) -> list[Finding]:
     """Each with `FILE:LINE:COLUMN` of its key as evidence."""
-    written = Written(paths)
+    written = KeyLocations(paths)
     places = ((finding, written.at(finding.subject)) for finding in findings)
     return [replace(found, evidence=[place]) if place else found for found, place in places]
 

@@ -27,7 +27,7 @@ from shakedown.training.drift import (
 from shakedown.training.evaluate import Evaluator, ServedScores
 from shakedown.training.faults import DataEndedError, SwallowedError
 from shakedown.training.metrics.meter import StepMeter
-from shakedown.training.metrics.record import MetricsLog, Record
+from shakedown.training.metrics.record import MetricsLog, MetricsRecord
 from shakedown.training.nan_guard import checked
 
 _POLL_SECONDS = 0.1  # of the held-out figures, a file of another process
@@ -42,7 +42,7 @@ class Trainer:
         epochs = job.config.grpo.epochs if job.config.grpo else 1
         context.engine.total_updates = job.config.steps * epochs
         self._algorithm: Algorithm = algorithm_class(job.config.algorithm)(context)
-        self._record = Record(job) if self._is_rank0 else None
+        self._record = MetricsRecord(job) if self._is_rank0 else None
         self._meter = StepMeter(context)
         self._evals = MetricsLog(job.attempt.evals)
         # Rank 0 alone chooses and publishes. A copy of the model on another node has another time

@@ -7,7 +7,7 @@ import pytest
 from shakedown.cli import main
 from shakedown.cluster.allocation import TRAINING
 from shakedown.config import load_config
-from shakedown.config.capacity import ranks_a_node
+from shakedown.config.capacity import ranks_per_node
 from shakedown.config.lint import trainer_world
 from shakedown.core.verdict import Finding
 from shakedown.training.engines import DIMENSIONS, ENGINES
@@ -80,7 +80,7 @@ def test_an_allocation_that_an_engine_can_do_is_sound(
     config = load_config(*_files(tmp_path, _with(tmp_path, allocation)))
 
     assert findings_of(config) == []
-    assert trainer_world(config.own_stages["sft"]) == world
+    assert trainer_world(config.runtime_stages["sft"]) == world
 
 
 @pytest.mark.parametrize(
@@ -227,9 +227,9 @@ def test_a_cluster_example_uses_all_its_gpus(example: str) -> None:
     config = load_config(DEMO, DEMO.parent / "examples" / f"{example}.yaml")
     cluster = config.cluster
 
-    for stage in config.own_stages.values():
+    for stage in config.runtime_stages.values():
         assert trainer_world(stage) == cluster.nodes * cluster.gpus_per_node == 16
-        assert ranks_a_node(stage, config.serve, cluster.gpus_per_node) == 8
+        assert ranks_per_node(stage, config.serve, cluster.gpus_per_node) == 8
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_ranks_a_node_are_those_of_the_fullest_node(
     shipped = load_config(DEMO)
     stage = shipped.stages["sft"].model_copy(update={"allocation": allocation, "nodes": nodes})
 
-    assert ranks_a_node(stage, shipped.serve, gpus) == ranks
+    assert ranks_per_node(stage, shipped.serve, gpus) == ranks
 
 
 def test_what_lint_finds_has_its_place_in_the_file(

@@ -8,7 +8,14 @@ import pytest
 import yaml
 
 from shakedown.cli import main
-from shakedown.config import ServeConfig, Written, dump_config, load_config, merge, parse_config
+from shakedown.config import (
+    KeyLocations,
+    ServeConfig,
+    dump_config,
+    load_config,
+    merge,
+    parse_config,
+)
 from shakedown.core.errors import ConfigError, ExitCode
 from shakedown.training.lint import faults_of, findings_of
 
@@ -157,7 +164,7 @@ def test_the_last_file_that_writes_a_key_is_its_place(tmp_path: Path) -> None:
     paths[0].write_text("run: a\nserve: {engine: vllm}\n", encoding="utf-8")
     paths[1].write_text("\nserve:\n  max_model_len: 9\n", encoding="utf-8")
 
-    written = Written(paths)
+    written = KeyLocations(paths)
 
     assert written.at("run") == f"{paths[0]}:1:1"
     assert written.at("serve.engine") == f"{paths[0]}:2:9"
@@ -171,7 +178,7 @@ def test_aliases_without_end_have_places_within_bounds(tmp_path: Path) -> None:
     rows += [f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 40)]
     (tmp_path / "bomb.yaml").write_text("\n".join(rows), encoding="utf-8")
 
-    assert Written([tmp_path / "bomb.yaml"]).at("a0") == f"{tmp_path / 'bomb.yaml'}:1:1"
+    assert KeyLocations([tmp_path / "bomb.yaml"]).at("a0") == f"{tmp_path / 'bomb.yaml'}:1:1"
 
 
 def test_resolved_form_loads_to_the_same_config(tmp_path: Path) -> None:

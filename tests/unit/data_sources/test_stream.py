@@ -158,7 +158,7 @@ def test_ranks_share_all_trained_tokens_in_equally_many_micro_batches(
     assert len({len(share) for share in shares}) == 1
     for part in (part for share in shares for part in share):
         assert part.tokens.shape[1] == part.lengths.max()
-        assert part.at_mask("weight").shape == part.tokens[part.mask].shape
+        assert part.masked("weight").shape == part.tokens[part.mask].shape
 
 
 def test_micro_batches_hold_rows_of_like_length_the_longest_first() -> None:

@@ -23,7 +23,7 @@ from shakedown.inference.processes import daemon_of
 from shakedown.inference.server import ensure, start, status, stop
 from shakedown.monitor.heartbeat import read_heartbeats
 from shakedown.rollout.generation import Generation, PiecedCompletion
-from shakedown.rollout.store import RolloutStore, Weights
+from shakedown.rollout.store import PublishedWeights, RolloutStore
 from shakedown.rollout.weights import WeightSync, WeightUpdateError, probe_tokens
 from shakedown.training.demo import addition_rows, write_model, write_rows
 from shakedown.training.stage.job import StageJob
@@ -117,7 +117,7 @@ async def test_weight_update_is_verified_and_the_server_scores_with_the_new_weig
     sync = WeightSync(client, probe_tokens(PROMPTS, longest=250), dtype="float32")
     await sync.begin()
 
-    await sync.apply(Weights(1, models[1], "other content"), within=60.0)
+    await sync.apply(PublishedWeights(1, models[1], "other content"), within=60.0)
 
     found = await client.score(PROMPTS[0], [10, 4, 3, 2])
     expected = reference_logprobs(models[1], [*PROMPTS[0], 10, 4, 3, 2])
@@ -162,7 +162,7 @@ async def test_update_that_changes_nothing_is_refused_when_the_content_should_di
     await sync.begin()
 
     with pytest.raises(WeightUpdateError, match="exactly as with the weights before"):
-        await sync.apply(Weights(1, models[0], "said to be other content"), within=60.0)
+        await sync.apply(PublishedWeights(1, models[0], "said to be other content"), within=60.0)
 
 
 async def test_update_without_any_change_is_right_when_the_weights_are_the_old_ones(
@@ -175,11 +175,11 @@ async def test_update_without_any_change_is_right_when_the_weights_are_the_old_o
     sync = WeightSync(client, probe, dtype="float32", initial=models[0])
     await sync.begin()
 
-    await sync.apply(Weights(1, copy, "a"), within=60.0)
-    await sync.apply(Weights(2, copy, "a"), within=60.0)
+    await sync.apply(PublishedWeights(1, copy, "a"), within=60.0)
+    await sync.apply(PublishedWeights(2, copy, "a"), within=60.0)
 
     with pytest.raises(WeightUpdateError, match="exactly as with the weights before"):
-        await sync.apply(Weights(3, copy, "said to be other content"), within=60.0)
+        await sync.apply(PublishedWeights(3, copy, "said to be other content"), within=60.0)
 
 
 async def test_reload_without_reset_is_caught_by_the_prefix_cache(
@@ -191,7 +191,7 @@ async def test_reload_without_reset_is_caught_by_the_prefix_cache(
     monkeypatch.setattr(client.engine, "update_weights", lambda _: reload_alone)
 
     with pytest.raises(WeightUpdateError, match="prefix cache of the old weights"):
-        await sync.apply(Weights(1, models[1], "other content"), within=60.0)
+        await sync.apply(PublishedWeights(1, models[1], "other content"), within=60.0)
 
 
 async def test_trainers_probe_decides_whether_the_right_weights_were_loaded(
@@ -207,13 +207,13 @@ async def test_trainers_probe_decides_whether_the_right_weights_were_loaded(
     probe.write_text(
         json.dumps({"tokens": tokens, "logprobs": reference_logprobs(models[1], tokens)})
     )
-    await sync.apply(Weights(1, published, "other content"), within=60.0)
+    await sync.apply(PublishedWeights(1, published, "other content"), within=60.0)
     probe.write_text(
         json.dumps({"tokens": tokens, "logprobs": reference_logprobs(models[0], tokens)})
     )
     try:
         with pytest.raises(WeightUpdateError, match="differ by"):
-            await sync.apply(Weights(2, published, "other content"), within=60.0)
+            await sync.apply(PublishedWeights(2, published, "other content"), within=60.0)
     finally:
         probe.unlink()
 
@@ -228,7 +228,7 @@ async def test_first_update_is_compared_with_transformers_when_the_trainer_gives
     monkeypatch.setattr(client.engine, "update_weights", lambda _: requests)
 
     with pytest.raises(WeightUpdateError, match="differ by"):
-        await sync.apply(Weights(1, models[0], "other content"), within=60.0)
+        await sync.apply(PublishedWeights(1, models[0], "other content"), within=60.0)
 
 
 async def test_folder_that_the_server_cannot_read_is_an_error_and_the_server_lives_on(

@@ -11,7 +11,7 @@ import pytest
 
 from shakedown.inference.client import Client
 from shakedown.inference.engines import get_token_engine
-from shakedown.rollout.store import Weights
+from shakedown.rollout.store import PublishedWeights
 from shakedown.rollout.weights import WeightSync, WeightUpdateError
 from tests.faults import fake_engine
 from tests.faults.fake_engine import sglang_reply
@@ -40,7 +40,7 @@ def _update(folder: Path, shift: Callable[[int], float], monkeypatch: pytest.Mon
             sync = WeightSync(client, PROBE, dtype="bfloat16")
             await sync.begin()
             for version in (1, 2):
-                await sync.apply(Weights(version, folder, f"digest {version}"), within=10)
+                await sync.apply(PublishedWeights(version, folder, f"digest {version}"), within=10)
 
     with running() as engine:
         asyncio.run(work(f"http://127.0.0.1:{engine.server_port}"))
@@ -103,7 +103,7 @@ def _replicated(
             async with Client(get_token_engine("sglang"), url, "policy", timeout=10) as client:
                 sync = WeightSync(client, PROBE, dtype="float32", replicas=2)
                 await sync.begin()
-                await sync.apply(Weights(1, folder, "new"), within=10)
+                await sync.apply(PublishedWeights(1, folder, "new"), within=10)
 
         monkeypatch.setattr(fake_engine, "sglang_reply", reply)
         asyncio.run(work())

@@ -16,7 +16,7 @@ from shakedown.config import FaultConfig, OptimizerConfig, StageConfig
 from shakedown.core.errors import RefusedError, StorageError
 from shakedown.core.folders import publish_folder
 from shakedown.core.lease import hold
-from shakedown.training.checkpoint.checkpoints import Checkpoints, Found, find, read_meta
+from shakedown.training.checkpoint.checkpoints import Checkpoints, FoundCheckpoint, find, read_meta
 from shakedown.training.checkpoint.fingerprint import differences, fingerprint
 from shakedown.training.checkpoint.random_state import load_random, random_state
 from shakedown.training.checkpoint.writing import Saving
@@ -46,7 +46,7 @@ def _checkpoint(root: Path, step: int, **changes: str) -> Path:
     return folder
 
 
-def _taken(found: Found) -> str:
+def _taken(found: FoundCheckpoint) -> str:
     return found.folder.name if found.folder else ""
 
 
@@ -63,7 +63,7 @@ def test_the_newest_checkpoint_is_taken(tmp_path: Path) -> None:
 
 
 def test_no_checkpoint_means_a_fresh_start_without_messages(tmp_path: Path) -> None:
-    assert find(tmp_path / "missing", OURS) == Found(None, None, [])
+    assert find(tmp_path / "missing", OURS) == FoundCheckpoint(None, None, [])
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,10 @@ from shakedown.monitor.heartbeat import Heartbeat, encode, read_heartbeats
 from shakedown.progress.movement import Movement, Watch
 from shakedown.progress.patience import Patience
 from shakedown.report.live import lines, look
+from shakedown.training.stage.builtin_stage import OwnLaunched
 from shakedown.training.stage.echo import LogEcho
 from shakedown.training.stage.endings import Ending
 from shakedown.training.stage.job import StageJob
-from shakedown.training.stage.own import OwnLaunched
 from shakedown.training.stage.plan import without_timeouts
 from shakedown.training.stage.supervision import Monitor, StopSignals
 from tests.command import shakedown

@@ -43,7 +43,7 @@ def _config(**drift: Any) -> Config:
 def _job(root: Path, **drift: Any) -> StageJob:
     config = _config(**drift)
     job = StageJob(
-        "grpo", config.own_stages["grpo"], "/m", "float32", "/d.jsonl", "", "", 0, 2, str(root)
+        "grpo", config.runtime_stages["grpo"], "/m", "float32", "/d.jsonl", "", "", 0, 2, str(root)
     )
     paths = StagePaths(root)
     paths.root.mkdir(parents=True, exist_ok=True)
@@ -77,8 +77,8 @@ def test_the_lag_of_a_token_is_that_of_the_weights_that_wrote_it() -> None:
     versions[:, 5:] = torch.tensor([2, 2, 3])
     mixed = replace(rollouts, versions=rollouts.versions - 1, token_versions=versions.numpy())
 
-    assert whole.at_mask("lag").tolist() == [0] * 36
-    assert token_batch(mixed, pad=0).at_mask("lag").tolist() == [1, 1, 0] * 12
+    assert whole.masked("lag").tolist() == [0] * 36
+    assert token_batch(mixed, pad=0).masked("lag").tolist() == [1, 1, 0] * 12
 
 
 def test_a_drift_is_found_once_it_has_lasted() -> None:

@@ -20,9 +20,9 @@ from shakedown.training.batch import TokenBatch, pad_rows
 from shakedown.training.engines import engine_class
 from shakedown.training.faults import (
     KINDS,
-    Fault,
+    FaultPlace,
+    InjectedFault,
     Injector,
-    Place,
     Strike,
     SwallowedError,
     check_kind,
@@ -42,7 +42,7 @@ def test_an_unknown_kind_is_refused_before_training() -> None:
 
 
 def test_every_kind_says_what_it_does_and_strikes_somewhere() -> None:
-    assert all(fault.what and fault.place in get_args(Place) for fault in KINDS.values())
+    assert all(fault.what and fault.place in get_args(FaultPlace) for fault in KINDS.values())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -60,7 +60,7 @@ def test_every_kind_stands_in_the_table_of_the_docs(kind: str) -> None:
     ("rank", "place", "step"), [(0, "step", 3), (1, "data", 3), (1, "step", 2), (1, "step", 4)]
 )
 def test_elsewhere_nothing_happens(
-    rank: int, place: Place, step: int, capsys: pytest.CaptureFixture[str]
+    rank: int, place: FaultPlace, step: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = FaultConfig(kind="exception_in_cleanup", rank=1, step=3)
 
@@ -78,9 +78,9 @@ def test_at_its_rank_step_and_place_it_strikes(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == "injected fault: exception_in_cleanup on rank 1 at step 3\n"
 
 
-@pytest.mark.parametrize("place", get_args(Place))
+@pytest.mark.parametrize("place", get_args(FaultPlace))
 def test_no_fault_is_configured_by_default(
-    place: Place, capsys: pytest.CaptureFixture[str]
+    place: FaultPlace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     default = StageConfig.model_fields["fault"].get_default()
 
@@ -93,7 +93,7 @@ class Struck(list[Strike]):
     """A kind of its own that only notes that it struck."""
 
     def kind(self, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> FaultConfig:
-        fault = replace(Fault("step", "notes", self.append), **changes)
+        fault = replace(InjectedFault("step", "notes", self.append), **changes)
         monkeypatch.setitem(faults.KINDS, "noted", fault)
         return FaultConfig(kind="noted", rank=1, step=3)
 
@@ -122,7 +122,9 @@ def test_a_repeated_fault_strikes_from_its_step_on(
 
 
 @pytest.mark.parametrize("place", sorted(faults.START))
-def test_a_fault_of_the_start_needs_no_step(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_the_start_needs_no_step(
+    place: FaultPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     struck = Struck()
 
     Injector(struck.kind(monkeypatch, place=place), rank=1).at(place)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shakedown.training.metrics.flops import Shape, peak_flops, shape_of, utilisation
+from shakedown.training.metrics.flops import DecoderShape, peak_flops, shape_of, utilisation
 from shakedown.training.metrics.meter import busy_seconds, resident_peak, time_columns
 from shakedown.training.metrics.phases import Lap, Phases
 from shakedown.training.metrics.table import COLUMNS, HEADER_EVERY, ProgressTable, fitting
@@ -113,7 +113,7 @@ def test_qwen3_8b_has_the_parameters_and_flops_that_a_pencil_gives() -> None:
 
     shape = shape_of(QWEN3_8B)
 
-    assert shape == Shape(36 * layer + head, layers=36, heads=32, head_size=128)
+    assert shape == DecoderShape(36 * layer + head, layers=36, heads=32, head_size=128)
     assert shape.parameters == 7_568_097_280
     # 12 x 36 x 32 x 128 x 4096 = 7.248e9 operations of attention a token.
     assert shape.flops_per_token(4096) == 6 * 7_568_097_280 + 7_247_757_312
@@ -130,7 +130,7 @@ def test_a_head_size_that_is_not_told_is_the_share_of_the_hidden_size() -> None:
         vocab_size=10,
     )
 
-    assert shape_of(config) == Shape(2 * (4 * 64 * 64 + 3 * 64 * 100) + 640, 2, 4, 16)
+    assert shape_of(config) == DecoderShape(2 * (4 * 64 * 64 + 3 * 64 * 100) + 640, 2, 4, 16)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt2", ""])
@@ -163,7 +163,7 @@ def test_a_gpu_is_known_by_the_name_that_torch_gives(
 
 
 def test_utilisation_is_the_share_of_what_all_gpus_could_do() -> None:
-    shape = Shape(1_000_000_000, layers=10, heads=8, head_size=128)
+    shape = DecoderShape(1_000_000_000, layers=10, heads=8, head_size=128)
     # 6e9 + 12 x 10 x 8 x 128 x 1000 = 6.12288e9 a token; 8000 tokens in 0.5 s on 2 x 100 TFLOP/s.
     expected = 8000 * 6.12288e9 / (0.5 * 2e14)
 

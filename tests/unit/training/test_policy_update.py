@@ -146,7 +146,7 @@ def _parts(
     loss, sums = torch.zeros((), dtype=torch.float64), dict[str, float]()
     for rank in range(world):
         for share in rank_share(batch, rank=rank, world_size=world, micro_batch_size=micro):
-            at = share.at_mask("place")
+            at = share.masked("place")
             part = policy_part(
                 Scores(new[at], new[at] ** 2),
                 share,

@@ -9,7 +9,7 @@ import pytest
 
 from shakedown.config import OptimizerConfig, StageConfig
 from shakedown.core.errors import ConfigError
-from shakedown.training.metrics.record import Record
+from shakedown.training.metrics.record import MetricsRecord
 from shakedown.training.metrics.sinks import SINKS, open_sink, require_sinks
 from shakedown.training.metrics.sinks.events import group
 from shakedown.training.metrics.sinks.wandb_run import run_id
@@ -88,7 +88,7 @@ def test_a_sink_that_fails_is_said_once_and_the_rows_go_on(
 ) -> None:
     job = make_job(tmp_path, "tensorboard")
     job.paths.tensorboard.write_text("a file where the folder should be")
-    record = Record(job)
+    record = MetricsRecord(job)
     record.begin(0, {})
     for row in rows(1, 3, loss=0.0):
         record.append(row)
@@ -103,7 +103,7 @@ def test_a_sink_that_fails_is_said_once_and_the_rows_go_on(
 def test_without_sinks_nothing_but_the_metrics_and_what_they_are_of_is_written(
     tmp_path: Path,
 ) -> None:
-    record = Record(make_job(tmp_path))
+    record = MetricsRecord(make_job(tmp_path))
     record.begin(0, {})
     record.append(rows(1, 1, loss=0.0)[0])
     record.plot({"step": 0, "sampled_accuracy": 0.5})

@@ -82,7 +82,7 @@ def test_rollouts_become_a_batch_with_lengths_up_to_the_last_sampled_token() -> 
     assert batch.lengths.tolist() == [4, 3, 3, 5]
     assert batch.trained_tokens == 6
     assert batch.extra["advantages"].tolist() == pytest.approx([0.707, -0.707, -0.707, 0.707], 1e-3)
-    assert batch.at_mask("logprobs").tolist() == [-1.0] * 6
+    assert batch.masked("logprobs").tolist() == [-1.0] * 6
 
 
 def test_staleness_counts_versions_behind_the_one_that_is_updated() -> None:

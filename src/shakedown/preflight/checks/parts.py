@@ -12,7 +12,7 @@ from shakedown.preflight.check import Check, CheckJudgement
 from shakedown.preflight.datatypes import Expectations, NodeFacts, ProbeRequest
 
 # In a higher layer, as it knows how agents, rewards and sinks are loaded.
-_MODULE = "shakedown.training.try_part"
+_MODULE = "shakedown.training.smoke_test"
 _SHARE = 0.8  # share of the check's limit for all parts at once, so that the slow one is named
 
 
@@ -57,7 +57,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:
     """Each must load; own code that raises may only dislike the made-up question."""
     expected = "imported and called once"
-    remedy = "to reproduce: python -m shakedown.training.try_part KIND NAME [KWARGS]"
+    remedy = "to reproduce: python -m shakedown.training.smoke_test KIND NAME [KWARGS]"
     if facts["faults"]:
         return CheckJudgement("fail", facts["faults"], expected, "", "user", remedy)
     if facts["raised"]:

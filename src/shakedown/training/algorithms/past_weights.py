@@ -61,12 +61,12 @@ class PastWeights:
         self._kept = {v: kept for v, kept in self._kept.items() if oldest <= v < version}
         self._kept[version] = self._engine.copy_weights()
         found = torch.full((batch.trained_tokens,), -torch.inf)
-        lags = sorted(set(batch.at_mask("lag").tolist()) - {0})
+        lags = sorted(set(batch.masked("lag").tolist()) - {0})
         known = [lag for lag in lags if version - lag in self._kept]
         for lag in known:
             self._engine.set_weights(self._kept[version - lag])
             for part, logprobs in self._logprobs(batch, lag, SCORED_TOKENS // len(known), beat):
-                found[part.at_mask("place")] = logprobs.float()
+                found[part.masked("place")] = logprobs.float()
         if known:
             self._engine.set_weights(self._kept[version])
         # Each rank has scored its own; the maximum over the ranks drops the others' -inf.

@@ -52,7 +52,7 @@ def policy_part(
         reference: [M], without gradient; None: no KL term.
         total: trained tokens of all ranks, which the measurements are averaged over.
     """
-    engine = batch.at_mask("logprobs")
+    engine = batch.masked("logprobs")
     apart = scores.logprobs - (old if settings.decoupled else engine)
     if settings.ratio == "sequence":
         rows = batch.mask.nonzero()[:, 0]
@@ -60,7 +60,7 @@ def policy_part(
     each, clipped = clipped_loss(
         apart,
         torch.zeros_like(apart),
-        batch.at_mask("advantages"),
+        batch.masked("advantages"),
         clip_low=settings.clip_low,
         clip_high=settings.clip_high,
     )
@@ -76,7 +76,7 @@ def policy_part(
     if settings.entropy_coef:
         each = each - settings.entropy_coef * scores.entropy
     # Summed in float64: the order of micro batches and ranks must not show.
-    loss = (each.double() * batch.at_mask("share")).sum()
+    loss = (each.double() * batch.masked("share")).sum()
     return LossPart(loss, {name: value / total for name, value in sums.items()})
 
 
@@ -218,11 +218,11 @@ class PolicyUpdate:
         # Each rank fills in its own tokens; the maximum over the ranks drops the others' -inf.
         trainer = torch.full((batch.trained_tokens,), -torch.inf)
         for index, logprobs in old.items():
-            trainer[parts[index].at_mask("place")] = logprobs.float().cpu()
+            trainer[parts[index].masked("place")] = logprobs.float().cpu()
         merged = self._ranks.largest(trainer)
         # A token that no rank scored must not look like one that the model thinks impossible.
         merged[merged.isinf()] = torch.nan
-        engine, fresh = batch.at_mask("logprobs"), batch.at_mask("lag") == 0
+        engine, fresh = batch.masked("logprobs"), batch.masked("lag") == 0
         if written is None:
             written = torch.full_like(merged, torch.nan)
         judged = fresh | ~written.isnan()

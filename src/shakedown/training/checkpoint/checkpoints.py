@@ -73,7 +73,7 @@ class Meta:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """The checkpoint to go on from (None: start at the input model) and what to tell people."""
 
     folder: Path | None
@@ -83,7 +83,7 @@ class Found:
 
 def find(
     root: Path, fingerprint: Mapping[str, str], *, beat: Callable[[], None] = lambda: None
-) -> Found:
+) -> FoundCheckpoint:
     """The newest whole checkpoint of this configuration below `root`; only reads.
 
     The one that is taken is read once to compare its sums; `beat` is called meanwhile.
@@ -102,9 +102,9 @@ def find(
         # Last, as it reads every byte: only of the one that would be taken.
         fault = damage(folder, meta.files, beat=beat)
         if not fault:
-            return Found(folder, meta, messages)
+            return FoundCheckpoint(folder, meta, messages)
         messages.append(f"checkpoint {folder.name} ignored: damaged, {fault}")
-    return Found(None, None, messages)
+    return FoundCheckpoint(None, None, messages)
 
 
 def read_meta(folder: Path) -> Meta | str:

@@ -27,7 +27,7 @@ class ShardSlice:
 
 
 @dataclass(frozen=True)
-class Rule:
+class WeightRule:
     """One Megatron weight.
 
     Attributes:
@@ -45,25 +45,25 @@ class Rule:
     copy: bool = False
 
 
-def stage_rules(shape: ModelShape, stage: int, stages: int) -> list[Rule]:
+def stage_rules(shape: ModelShape, stage: int, stages: int) -> list[WeightRule]:
     """The weights of one pipeline stage, in a fixed order. Layers are split evenly."""
     each = shape.layers // stages
     embedding = {"model.embed_tokens.weight": (shape.vocabulary, shape.hidden)}
     rules = []
     if stage == 0:
         name = "embedding.word_embeddings.weight"
-        rules.append(Rule(name, embedding, VOCABULARY, "embedding"))
+        rules.append(WeightRule(name, embedding, VOCABULARY, "embedding"))
     for local in range(each):
         rules += _layer_rules(shape, local, stage * each + local)
     if stage < stages - 1:
         return rules
     norm = {"model.norm.weight": (shape.hidden,)}
-    rules.append(Rule("decoder.final_layernorm.weight", norm, WHOLE, "head"))
+    rules.append(WeightRule("decoder.final_layernorm.weight", norm, WHOLE, "head"))
     if not shape.tied:
         output = {"lm_head.weight": (shape.vocabulary, shape.hidden)}
-        rules.append(Rule("output_layer.weight", output, VOCABULARY, "head"))
+        rules.append(WeightRule("output_layer.weight", output, VOCABULARY, "head"))
     elif stages > 1:  # on one stage the head uses the embedding's own weight
-        rules.append(Rule("output_layer.weight", embedding, VOCABULARY, "head", copy=True))
+        rules.append(WeightRule("output_layer.weight", embedding, VOCABULARY, "head", copy=True))
     return rules
 
 
@@ -113,17 +113,17 @@ def _take(weights: Weights, name: str, size: tuple[int, ...]) -> torch.Tensor:
     return weights[name]
 
 
-def _layer_rules(shape: ModelShape, local: int, layer: int) -> list[Rule]:
+def _layer_rules(shape: ModelShape, local: int, layer: int) -> list[WeightRule]:
     ours, theirs = f"decoder.layers.{local}.", f"model.layers.{layer}."
     hidden, ffn = shape.hidden, shape.ffn
     queries, keys = shape.heads * shape.head, shape.groups * shape.head
 
-    def rule(name: str, cut: Cut, **sizes: tuple[int, ...]) -> Rule:
+    def rule(name: str, cut: Cut, **sizes: tuple[int, ...]) -> WeightRule:
         # The name of a keyword argument cannot hold a dot.
         named = {theirs + key.replace("__", "."): size for key, size in sizes.items()}
-        return Rule(ours + name, named, cut, f"layer-{layer:05d}")
+        return WeightRule(ours + name, named, cut, f"layer-{layer:05d}")
 
-    def linear(name: str, cut: Cut, size: int, **rows: int) -> list[Rule]:
+    def linear(name: str, cut: Cut, size: int, **rows: int) -> list[WeightRule]:
         """A matrix with `size` columns, and its bias where the model has one."""
         made = [rule(f"{name}.weight", cut, **{f"{k}__weight": (n, size) for k, n in rows.items()})]
         if shape.bias or (shape.qkv_bias and cut is QKV):

@@ -57,7 +57,7 @@ def _unsupported(found: str, expected: str) -> ConfigError:
     )
 
 
-class Stage(nn.Module):  # type: ignore[misc]
+class LayerStage(nn.Module):  # type: ignore[misc]
     """Consecutive layers; the first stage has the embedding, the last one norm and head.
 
     Parameters have the names of the whole model, but layers count from 0; see `named`.
@@ -136,7 +136,7 @@ class Pipeline:
         self._group = mesh.get_group("p")
         self._p, self._ps = int(mesh.get_local_rank("p")), int(mesh["p"].size())
         self._shapes = {name: value.shape for name, value in whole.named_parameters()}
-        self.stage = Stage(whole, p=self._p, ps=self._ps, tensor_ranks=tensor_ranks)
+        self.stage = LayerStage(whole, p=self._p, ps=self._ps, tensor_ranks=tensor_ranks)
 
     def answers_for(self, name: str) -> bool:
         """Whether this stage's copy of a weight counts: a tied one is on two stages."""
@@ -290,7 +290,7 @@ class _Unseen(nn.Module):  # type: ignore[misc]
     a parameter, and reduce them after the last.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: LayerStage) -> None:
         super().__init__()
         self.stage = stage
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from shakedown.core.errors import CannotJudgeError
 from shakedown.core.files import is_count
-from shakedown.training.metrics.flops import Shape
+from shakedown.training.metrics.flops import DecoderShape
 
 # Those whose layers are counted here, and their head size where it is left out (None: hidden_size /
 # num_attention_heads); transformers' configs of them.
@@ -163,9 +163,9 @@ class Decoder:
         return self.kind in ("qwen3", "qwen3_moe")
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> DecoderShape:
         """For the count of operations."""
-        return Shape(self.active, self.layers, self.heads, self.head_size)
+        return DecoderShape(self.active, self.layers, self.heads, self.head_size)
 
     @property
     def active(self) -> int:

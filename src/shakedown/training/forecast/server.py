@@ -32,7 +32,7 @@ class Serving:
 
 
 @dataclass(frozen=True)
-class ServerPlan:
+class ServerForecast:
     """Of one rank in bytes; `tokens`: that a replica's cache holds; `speed`: tokens a second of all
     replicas at most, None without figures of the GPU.
     """
@@ -45,7 +45,7 @@ class ServerPlan:
 
 def plan_server(
     model: Decoder, serving: Serving, card: Card | None, flops: float | None
-) -> ServerPlan:
+) -> ServerForecast:
     """Weights, and what is left for keys and values; below 0 it does not fit."""
     weights = serving.size * model.parameters // (serving.t * serving.p)
     own = serving.cache_bytes if card is None else int(serving.share * card.memory) - weights
@@ -54,7 +54,7 @@ def plan_server(
     speed = None
     if card is not None and flops is not None and tokens >= serving.length:
         speed = serving.d * _speed(model, serving, tokens, card, flops)
-    return ServerPlan(weights, own, tokens, speed)
+    return ServerForecast(weights, own, tokens, speed)
 
 
 def _speed(model: Decoder, serving: Serving, tokens: int, card: Card, flops: float) -> float:

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 
 from shakedown.training.forecast.cards import GB
-from shakedown.training.forecast.server import ServerPlan
-from shakedown.training.forecast.stage import EXPECTED_MFU, Plan
+from shakedown.training.forecast.server import ServerForecast
+from shakedown.training.forecast.stage import EXPECTED_MFU, StageForecast
 from shakedown.training.forecast.trainer import Work, total
 
 
-def render(plan: Plan) -> str:
+def render(plan: StageForecast) -> str:
     """For a person; GB are 10^9 bytes."""
     work = plan.work
     cut = f"{work.backend}:d{work.d}t{work.t}p{work.p}"
@@ -35,7 +35,7 @@ def micro_batch(work: Work) -> str:
     return f"{work.rows} rows of up to {work.length} tokens"
 
 
-def _table(plan: Plan) -> Iterator[str]:
+def _table(plan: StageForecast) -> Iterator[str]:
     moments = plan.moments
     kinds = dict.fromkeys(kind for each in moments.values() for kind in each)
     yield " " * 18 + "".join(f"{name:>12}" for name in moments)
@@ -50,7 +50,7 @@ def _row(name: str, size: int) -> str:
     return f"  {name:<22}{size / GB:>8.3f} GB"
 
 
-def _server(plan: Plan, server: ServerPlan) -> Iterator[str]:
+def _server(plan: StageForecast, server: ServerForecast) -> Iterator[str]:
     yield "the server's rank" + (", on the same GPU:" if plan.shared else ":")
     yield _row("server weights", server.weights)
     yield _row("keys and values", max(0, server.cache)) + f", {server.tokens} tokens a replica"
@@ -58,7 +58,7 @@ def _server(plan: Plan, server: ServerPlan) -> Iterator[str]:
         yield f"  generates {server.speed:,.0f} tokens a second at most, all replicas together"
 
 
-def _speed(plan: Plan) -> Iterator[str]:
+def _speed(plan: StageForecast) -> Iterator[str]:
     if plan.mfu is None or plan.tokens_per_second is None:
         told = f"{plan.gpu!r} is not known" if plan.gpu else "cluster.gpu_model is empty"
         yield f"no speed, memory alone: {told}"
@@ -69,7 +69,7 @@ def _speed(plan: Plan) -> Iterator[str]:
     )
 
 
-def _judged(plan: Plan) -> str:
+def _judged(plan: StageForecast) -> str:
     needed = f"{plan.needed / GB:.1f} GB a GPU"
     if plan.limit is None:
         return f"WARN {needed}: not compared, as the GPU's memory is not known"

@@ -12,7 +12,7 @@ from shakedown.core.errors import UsageError
 from shakedown.training.engines import DIMENSIONS, OPTIONS
 from shakedown.training.forecast.cards import Card, card_of
 from shakedown.training.forecast.decoder import Decoder
-from shakedown.training.forecast.server import DEFAULT_SHARE, ServerPlan, Serving, plan_server
+from shakedown.training.forecast.server import DEFAULT_SHARE, ServerForecast, Serving, plan_server
 from shakedown.training.forecast.trainer import (
     Kinds,
     Work,
@@ -31,7 +31,7 @@ _FILLED = 0.9
 
 
 @dataclass(frozen=True)
-class Plan:
+class StageForecast:
     """Bytes are of the rank that needs most.
 
     Attributes:
@@ -50,7 +50,7 @@ class Plan:
     moments: Mapping[str, Kinds]
     states: int
     host: Kinds
-    server: ServerPlan | None
+    server: ServerForecast | None
     shared: bool
     gpu: str
     limit: int | None
@@ -99,7 +99,9 @@ class Plan:
         return {**asdict(self), **told}
 
 
-def plan_of(config: Config, name: str, model: Decoder, *, length: int | None = None) -> Plan:
+def plan_of(
+    config: Config, name: str, model: Decoder, *, length: int | None = None
+) -> StageForecast:
     """The plan of a stage.
 
     Args:
@@ -123,7 +125,7 @@ def with_micro_batches(config: Config, name: str, model: Decoder | None) -> Stag
     Raises:
         UsageError: as `plan_of`.
     """
-    stage, length = config.own_stages[name], config.serve.max_model_len
+    stage, length = config.runtime_stages[name], config.serve.max_model_len
     said = stage.micro_batch_size or stage.max_tokens_per_micro_batch
     if said or not config.cluster.gpus_per_node:
         return stage
@@ -150,14 +152,16 @@ def with_micro_batches(config: Config, name: str, model: Decoder | None) -> Stag
     return cut(max(1, bisect_left(range(1, most), True, key=lambda rows: not fits(rows))))
 
 
-def _plan(config: Config, name: str, stage: StageConfig, model: Decoder, length: int) -> Plan:
+def _plan(
+    config: Config, name: str, stage: StageConfig, model: Decoder, length: int
+) -> StageForecast:
     card = card_of(config.cluster.gpu_model)
     work = _work(config, stage, length)
     flops = peak_flops(config.cluster.gpu_model, config.model.dtype) if card else None
     mfu, speed = _speed(stage, model, work, flops) if flops else (None, None)
     server = _server(config, stage, model, card, flops)
     shared = config.serve.share_gpus and config.cluster.gpus_per_node > 0
-    return Plan(
+    return StageForecast(
         stage=name,
         work=work,
         moments=highest(model, work),
@@ -237,7 +241,7 @@ def _speed(stage: StageConfig, model: Decoder, work: Work, flops: float) -> tupl
 
 def _server(
     config: Config, stage: StageConfig, model: Decoder, card: Card | None, flops: float | None
-) -> ServerPlan | None:
+) -> ServerForecast | None:
     serve = config.serve
     if stage.grpo is None or serve.engine == "external":
         return None

@@ -20,9 +20,9 @@ from shakedown.training.lint_rules.inputs import Inputs, read_inputs
 
 __all__ = ["RULES", "Inputs", "apply_rules", "read_inputs"]
 
-Rule = Callable[[Inputs], Iterable[Finding]]
+LintRule = Callable[[Inputs], Iterable[Finding]]
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[LintRule, ...] = (
     data.rows_can_be_read,
     data.roles_are_known,
     data.heldout_is_apart,

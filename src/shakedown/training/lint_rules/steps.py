@@ -13,7 +13,7 @@ from shakedown.training.engines import OPTIONS
 from shakedown.training.faults import KINDS, START
 from shakedown.training.forecast.cards import GB, KNOWN
 from shakedown.training.forecast.show import micro_batch
-from shakedown.training.forecast.stage import Plan, plan_of
+from shakedown.training.forecast.stage import StageForecast, plan_of
 from shakedown.training.lint_rules.inputs import Inputs, advice, fault
 from shakedown.training.metrics.sinks import SINKS
 
@@ -150,7 +150,7 @@ def memory(inputs: Inputs) -> Iterator[Finding]:
     longest rows that may come, which a stage need never see: a warning.
     """
     cluster = inputs.config.cluster
-    if inputs.decoder is None or not inputs.config.own_stages:
+    if inputs.decoder is None or not inputs.config.runtime_stages:
         return
     if cluster.gpus_per_node and not cluster.gpu_model:
         expected = f"the GPU as Slurm's gres names it, such as {', '.join(KNOWN)}"
@@ -182,7 +182,7 @@ def _shrinking(stage: StageConfig) -> str:
     return next((name for name in cuts if getattr(stage, name)), "allocation")
 
 
-def _parts(plan: Plan) -> str:
+def _parts(plan: StageForecast) -> str:
     kinds = [f"{kind} {size / GB:.1f}" for kind, size in plan.trainer.items() if size >= GB // 20]
     if plan.beside:
         kinds.append(f"server {plan.beside / GB:.1f}")

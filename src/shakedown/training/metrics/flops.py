@@ -40,7 +40,7 @@ _PEAKS: Mapping[str, Mapping[str, float]] = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class DecoderShape:
     """A dense decoder: `parameters` in matrix products, the output head among them."""
 
     parameters: int
@@ -54,7 +54,7 @@ class Shape:
         return 6 * self.parameters + attention
 
 
-def shape_of(config: Any) -> Shape | None:
+def shape_of(config: Any) -> DecoderShape | None:
     """The shape of a Hugging Face config; None for a model type that is not known here.
 
     The embedding is a look-up, not a product; the head counts also where it shares its weights.
@@ -68,7 +68,7 @@ def shape_of(config: Any) -> Shape | None:
     mlp = 3 * hidden * int(config.intermediate_size)
     layers = int(config.num_hidden_layers)
     head = hidden * int(config.vocab_size)
-    return Shape(layers * (attention + mlp) + head, layers, heads, size)
+    return DecoderShape(layers * (attention + mlp) + head, layers, heads, size)
 
 
 def known_gpu(gpu: str) -> str | None:
@@ -88,7 +88,7 @@ def peak_flops(gpu: str, dtype: str) -> float | None:
 
 
 def utilisation(
-    shape: Shape, *, tokens: float, sequences: float, seconds: float, peak: float
+    shape: DecoderShape, *, tokens: float, sequences: float, seconds: float, peak: float
 ) -> float:
     """MFU, 0..1: the step's operations over what the GPUs could have done meanwhile.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from shakedown.training.context import Context
-from shakedown.training.metrics.flops import Shape, peak_flops, shape_of, utilisation
+from shakedown.training.metrics.flops import DecoderShape, peak_flops, shape_of, utilisation
 from shakedown.training.metrics.phases import Lap
 
 # Phases with a column of their own, in the order of a step. `wait` is what the algorithm
@@ -50,7 +50,7 @@ class StepMeter:
         return {name: float(f"{value:.9g}") for name, value in columns.items()}
 
     def _utilisation(
-        self, gpu: tuple[Shape, float], values: Mapping[str, float], seconds: float
+        self, gpu: tuple[DecoderShape, float], values: Mapping[str, float], seconds: float
     ) -> float:
         config, (shape, peak) = self._context.job.config, gpu
         passes = config.grpo.epochs if config.grpo else 1
@@ -100,7 +100,7 @@ def _peak_memory(device: torch.device) -> float:
         return 0.0
 
 
-def _utilisation_of(context: Context) -> tuple[Shape, float] | None:
+def _utilisation_of(context: Context) -> tuple[DecoderShape, float] | None:
     """Shape and peak FLOP/s of one GPU; without them rank 0 says once why there is no MFU."""
     engine, dtype = context.engine, context.job.dtype
     if engine.device.type != "cuda":

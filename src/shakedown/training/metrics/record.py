@@ -68,7 +68,7 @@ class MetricsLog:
             return list(lines)
 
 
-class Record:
+class MetricsRecord:
     """For rank 0. A sink that fails is said once and left out: it must never end the training.
 
     Raises:

@@ -26,7 +26,7 @@ from shakedown.slurm.nodes import node_address
 from shakedown.training.stage.components import trainer_environment
 from shakedown.training.stage.job import SupervisedJob
 from shakedown.training.stage.launched import Launched
-from shakedown.training.stage.launchers import LAUNCH, Launch, launch_components
+from shakedown.training.stage.launchers import LAUNCH, TrainerLaunch, launch_components
 from shakedown.training.stage.progress import Progress, expand, source_of
 from shakedown.training.stage.rank_signal import signal_other_nodes, signal_ranks
 from shakedown.training.stage.signs import Signs
@@ -148,7 +148,7 @@ class CommandPlan:
         if checkpoint:
             print(f"stage {job.stage}: resuming from {checkpoint}", flush=True)
         job.write(attempt.job)
-        launch = Launch(
+        launch = TrainerLaunch(
             words=words,
             nodes=nodes,
             ranks_per_node=config.ranks_per_node,

@@ -69,7 +69,7 @@ class Launched(ABC):
         return ()
 
 
-class Plan(Protocol):
+class AttemptPlan(Protocol):
     """A stage's job, still without an attempt, and how an attempt is made of it."""
 
     @property

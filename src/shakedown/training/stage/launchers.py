@@ -23,7 +23,7 @@ RAY = "ray"  # needed until the command has ended: see `endings`
 
 
 @dataclass(frozen=True)
-class Launch:
+class TrainerLaunch:
     """What a launcher is told.
 
     `words`: the command. `head`: the first node's address, `port` one that is free there.
@@ -49,7 +49,7 @@ class Launch:
         return str(self.attempt.logs.absolute())
 
 
-def launch_components(kind: str, launch: Launch) -> list[Component]:
+def launch_components(kind: str, launch: TrainerLaunch) -> list[Component]:
     """The components of a command that `kind` launches.
 
     Raises:
@@ -72,15 +72,15 @@ def launch_components(kind: str, launch: Launch) -> list[Component]:
     return [_node_tasks(launch, argv)]
 
 
-def _by_slurm(launch: Launch) -> bool:
+def _by_slurm(launch: TrainerLaunch) -> bool:
     return len(launch.nodes) > 1 or bool(launch.srun_args and "SLURM_JOB_ID" in os.environ)
 
 
-def _none(launch: Launch) -> list[str]:
+def _none(launch: TrainerLaunch) -> list[str]:
     return list(launch.words)
 
 
-def _torchrun(launch: Launch) -> list[str]:
+def _torchrun(launch: TrainerLaunch) -> list[str]:
     return [
         launch.python,
         "-m",
@@ -96,7 +96,7 @@ def _torchrun(launch: Launch) -> list[str]:
     ]
 
 
-def _accelerate(launch: Launch) -> list[str]:
+def _accelerate(launch: TrainerLaunch) -> list[str]:
     return [
         launch.python,
         "-m",
@@ -112,19 +112,19 @@ def _accelerate(launch: Launch) -> list[str]:
     ]
 
 
-def _node_logs(launch: Launch) -> Path:
+def _node_logs(launch: TrainerLaunch) -> Path:
     """A folder a node: torchrun counts within one (report/stage_logs.py has the ranks)."""
     return launch.attempt.logs.absolute() / f"torchrun-{NODE_RANK}"
 
 
-_COMMANDS: Mapping[str, Callable[[Launch], list[str]]] = {
+_COMMANDS: Mapping[str, Callable[[TrainerLaunch], list[str]]] = {
     "none": _none,
     "torchrun": _torchrun,
     "accelerate": _accelerate,
 }
 
 
-def _node_tasks(launch: Launch, argv: Sequence[str], role: str = "trainer") -> Component:
+def _node_tasks(launch: TrainerLaunch, argv: Sequence[str], role: str = "trainer") -> Component:
     """One task a node."""
     step = srun_argv(
         nodes=launch.nodes,
@@ -139,7 +139,7 @@ def _node_tasks(launch: Launch, argv: Sequence[str], role: str = "trainer") -> C
     return Component(name, role, (*step, *task), launch.attempt.log(name), env, foreign=True)
 
 
-def _ray(launch: Launch) -> list[Component]:
+def _ray(launch: TrainerLaunch) -> list[Component]:
     """A head here, a worker on each other node, and the command here once all have joined."""
     address = f"{launch.head}:{launch.port}"
     start = [
@@ -173,7 +173,7 @@ def _ray(launch: Launch) -> list[Component]:
     return found
 
 
-def _closed_ray(launch: Launch) -> dict[str, str]:
+def _closed_ray(launch: TrainerLaunch) -> dict[str, str]:
     """What keeps other users out: a token, a session folder of this user, and loopback on one node.
 
     Whoever reaches a cluster without a token runs what he likes as its owner.
@@ -192,7 +192,7 @@ def _closed_ray(launch: Launch) -> dict[str, str]:
     return closed | ({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if len(launch.nodes) == 1 else {})
 
 
-def _rank_tasks(launch: Launch) -> list[Component]:
+def _rank_tasks(launch: TrainerLaunch) -> list[Component]:
     """One task a rank, as our own ranks, which alone beat: these are found by the mark."""
     found = rank_components(
         argv=launch.words,

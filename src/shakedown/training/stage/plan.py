@@ -18,10 +18,10 @@ from shakedown.training.assets import Assets, read_assets
 from shakedown.training.drift import drift_limits
 from shakedown.training.forecast.stage import with_micro_batches
 from shakedown.training.lint_rules.model_sizes import known_decoder
+from shakedown.training.stage.builtin_stage import StagePlan
 from shakedown.training.stage.command import CommandJob, CommandPlan
 from shakedown.training.stage.job import StageJob
-from shakedown.training.stage.launched import Plan
-from shakedown.training.stage.own import StagePlan
+from shakedown.training.stage.launched import AttemptPlan
 from shakedown.training.stage.progress import expand
 
 SERVER = "policy"  # the run's persistent server, as the workflow calls it
@@ -35,13 +35,13 @@ def plan_any(
     *,
     model: Path | None = None,
     replay: Path | None = None,
-) -> Plan:
+) -> AttemptPlan:
     """The plan of a stage of any kind; `assets`: the file, which is read where it is needed.
 
     Raises:
         UsageError, ConfigError, UntrustedError: as `plan_stage` and `plan_command`.
     """
-    if stage in config.own_stages:
+    if stage in config.runtime_stages:
         given = read_assets(assets)
         return plan_stage(config, stage, paths, given, model=model, replay=replay)
     if replay:

@@ -32,7 +32,7 @@ _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _PAIR = re.compile(
     rf"['\"]?([A-Za-z_][\w./-]{{0,80}})['\"]?\s{{0,8}}[=:]\s{{0,8}}['\"]?({_NUMBER})(?![\w.])"
 )
-Row = dict[str, float]
+ProgressRow = dict[str, float]
 
 
 @dataclass
@@ -63,7 +63,7 @@ class _Tail:
         return re.split(r"[\r\n]+", block[:end].decode("utf-8", "replace"))
 
 
-class Source(ABC):
+class ProgressSource(ABC):
     """Where the rows come from.
 
     `changes`: how often a row had another step than the one before it in its file: also a lower
@@ -74,17 +74,17 @@ class Source(ABC):
         self.changes = 0
         self._newest: dict[Path, float] = {}
 
-    def _told(self, path: Path, row: Row) -> Row:
+    def _told(self, path: Path, row: ProgressRow) -> ProgressRow:
         self.changes += row["step"] != self._newest.get(path)
         self._newest[path] = row["step"]
         return row
 
     @abstractmethod
-    def new_rows(self) -> Iterator[Row]:
+    def new_rows(self) -> Iterator[ProgressRow]:
         """Rows with a `step` that were added since the last call."""
 
 
-class LogPattern(Source):
+class LogPattern(ProgressSource):
     """Lines of any log below a folder that a pattern finds a step in."""
 
     def __init__(self, pattern: str, logs: Path) -> None:
@@ -92,7 +92,7 @@ class LogPattern(Source):
         self._pattern, self._logs = re.compile(pattern), logs
         self._tails: dict[Path, _Tail] = {}
 
-    def new_rows(self) -> Iterator[Row]:
+    def new_rows(self) -> Iterator[ProgressRow]:
         try:
             paths = logs_in(self._logs)
         except OSError:
@@ -105,7 +105,7 @@ class LogPattern(Source):
                     yield self._told(path, row)
 
 
-class Table(Source):
+class Table(ProgressSource):
     """A table that the trainer writes: JSON lines, or CSV with a head; `place` may be a glob.
 
     Rows that an earlier attempt left in it are not read again.
@@ -119,7 +119,7 @@ class Table(Source):
         }
         self._heads: dict[Path, list[str]] = {}
 
-    def new_rows(self) -> Iterator[Row]:
+    def new_rows(self) -> Iterator[ProgressRow]:
         for path in self._paths():
             tail = self._tails.setdefault(path, _Tail(path))
             for line in tail.new_lines():
@@ -155,7 +155,7 @@ class Table(Source):
         return self._heads[path]
 
 
-class Events(Source):
+class Events(ProgressSource):
     """TensorBoard's event files in a folder and below, or in those that a glob names.
 
     A step's scalars are one row, as a trainer writes them one after another. Events that an earlier
@@ -167,8 +167,8 @@ class Events(Source):
         self._place, self._tag = place, tag
         self._files = {path: EventFile(path, path.stat().st_size) for path in self._paths()}
 
-    def new_rows(self) -> Iterator[Row]:
-        rows: dict[int, Row] = {}
+    def new_rows(self) -> Iterator[ProgressRow]:
+        rows: dict[int, ProgressRow] = {}
         for path in self._paths():
             for step, scalars in self._files.setdefault(path, EventFile(path)).new_scalars():
                 if not self._tag or self._tag in scalars:
@@ -194,7 +194,7 @@ def expand(place: str) -> list[Path]:
     return sorted(root.glob(pattern), key=lambda found: natural(str(found)))
 
 
-def source_of(progress: ProgressConfig, place: str, logs: Path) -> Source:
+def source_of(progress: ProgressConfig, place: str, logs: Path) -> ProgressSource:
     """`place`: the config's path with its placeholders filled in."""
     if progress.pattern:
         return LogPattern(progress.pattern, logs)
@@ -208,14 +208,14 @@ class Progress:
     A step that several ranks tell counts once. `now`: the step that was told last.
     """
 
-    source: Source
+    source: ProgressSource
     metrics: Path
     step: int = 0
     now: int = 0
     rows: int = 0
     _at: float = 0.0
 
-    def look(self) -> list[Row]:
+    def look(self) -> list[ProgressRow]:
         """Read what is new; the rows that were written. A full disk loses rows, not the stage."""
         before, found = self.step, []
         for row in self.source.new_rows():
@@ -233,7 +233,7 @@ class Progress:
         self._write([{**row, **timed} for row in found])
         return found
 
-    def _write(self, rows: Sequence[Row]) -> None:
+    def _write(self, rows: Sequence[ProgressRow]) -> None:
         text = "".join(json.dumps(row) + "\n" for row in rows)
         try:
             descriptor = open_own(self.metrics, os.O_WRONLY | os.O_APPEND)
@@ -247,9 +247,9 @@ def _pairs(line: str) -> dict[str, object]:
     return dict(_PAIR.findall(line))
 
 
-def _row(cells: Mapping[str, object], column: str) -> Row | None:
+def _row(cells: Mapping[str, object], column: str) -> ProgressRow | None:
     """The numbers of a row; None without a whole step."""
-    numbers: Row = {}
+    numbers: ProgressRow = {}
     for name, value in list(cells.items())[:_MOST_COLUMNS]:
         number = _as_number(value)
         if number is not None and name != "step":

@@ -30,7 +30,7 @@ from shakedown.training.stage import stopping
 from shakedown.training.stage.echo import LogEcho
 from shakedown.training.stage.endings import Ending, with_server_error
 from shakedown.training.stage.evidence import collect_evidence, note_lost_nodes
-from shakedown.training.stage.launched import Launched, Plan
+from shakedown.training.stage.launched import AttemptPlan, Launched
 from shakedown.training.stage.port_race import port_was_taken
 from shakedown.training.stage.reported_error import with_reported_error
 from shakedown.training.stage.restart import set_aside
@@ -45,7 +45,7 @@ _HUNG_GRACE_SECONDS = 2.0  # what stands still saves nothing
 
 
 def run_stage(
-    plan: Plan, *, restart: bool = False, begin: Callable[[], None] = lambda: None
+    plan: AttemptPlan, *, restart: bool = False, begin: Callable[[], None] = lambda: None
 ) -> Outcome:
     """Run one new attempt and write its outcome; an interrupted one leaves no stage outcome.
 
@@ -80,7 +80,7 @@ def run_stage(
         return _run_attempts(plan, nodes, fence)
 
 
-def _run_attempts(plan: Plan, nodes: Sequence[str], fence: Fence) -> Outcome:
+def _run_attempts(plan: AttemptPlan, nodes: Sequence[str], fence: Fence) -> Outcome:
     for _ in range(_PORT_TRIES - 1):
         outcome = _run_attempt(plan, nodes, fence)
         logs = plan.job.paths.attempt(outcome.attempt).logs
@@ -91,7 +91,7 @@ def _run_attempts(plan: Plan, nodes: Sequence[str], fence: Fence) -> Outcome:
     return _run_attempt(plan, nodes, fence)
 
 
-def _run_attempt(plan: Plan, nodes: Sequence[str], fence: Fence) -> Outcome:
+def _run_attempt(plan: AttemptPlan, nodes: Sequence[str], fence: Fence) -> Outcome:
     job, paths = plan.job, plan.job.paths
     clock = Stopwatch()
     with storage_errors("write", paths.root):

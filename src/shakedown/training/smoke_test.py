@@ -1,4 +1,4 @@
-"""Try a part of a run on this machine: `python -m shakedown.training.try_part KIND NAME [KWARGS]`.
+"""Try a part of a run here: `python -m shakedown.training.smoke_test KIND NAME [KWARGS]`.
 
 Exit code 0 when it works; else the reason is the last line of standard error: 1 when it cannot be
 loaded or breaks its contract, 3 when its own code raised, maybe at the made-up question. KIND is
@@ -80,28 +80,28 @@ def _engine(model: str) -> Handler:
 
 
 @dataclass(frozen=True)
-class Fault:
+class PartFault:
     """What is wrong with a part."""
 
     text: str
     code: ExitCode = ExitCode.FAIL
 
 
-def try_reward(name: str) -> Fault | None:
+def try_reward(name: str) -> PartFault | None:
     """Score an empty completion."""
     rows = [("", "4", NO_COLUMNS)]
     (value,) = asyncio.run(score_rows(name, rows, RewardLimits(), progress=lambda: None))
     return _fault(value.cause, value.detail) if isinstance(value, RewardFailure) else None
 
 
-def try_agent(target: str, kwargs: Mapping[str, Any], model: str) -> Fault | None:
+def try_agent(target: str, kwargs: Mapping[str, Any], model: str) -> PartFault | None:
     """Run one episode."""
     bound = socket.create_server((LOOPBACK, 0))
     with bound, in_thread(listening(application(_engine(model)), bound)) as port:
         return asyncio.run(_episode(target, f"http://{LOOPBACK}:{port}/v1", kwargs))
 
 
-async def _episode(target: str, url: str, kwargs: Mapping[str, Any]) -> Fault | None:
+async def _episode(target: str, url: str, kwargs: Mapping[str, Any]) -> PartFault | None:
     endpoint = AgentEndpoint(url, "None", "policy")
     setup = AgentSetup(target, endpoint, seconds=_EPISODE_SECONDS, kwargs=kwargs)
     async with AgentPool(setup, workers=1) as pool:
@@ -109,12 +109,12 @@ async def _episode(target: str, url: str, kwargs: Mapping[str, Any]) -> Fault | 
     return _fault(result.cause, result.detail) if result.cause else None
 
 
-def _fault(cause: str, detail: str) -> Fault:
+def _fault(cause: str, detail: str) -> PartFault:
     own_code = cause == "exception"
-    return Fault(f"{cause}: {detail}", ExitCode.UNKNOWN if own_code else ExitCode.FAIL)
+    return PartFault(f"{cause}: {detail}", ExitCode.UNKNOWN if own_code else ExitCode.FAIL)
 
 
-def try_sink(name: str) -> Fault | None:
+def try_sink(name: str) -> PartFault | None:
     """Look package and settings up."""
     require_sinks([name])
     return None
@@ -123,7 +123,7 @@ def try_sink(name: str) -> Fault | None:
 KINDS = ("reward", "agent", "sink")
 
 
-def try_part(kind: str, name: str, kwargs: Mapping[str, Any], model: str) -> Fault | None:
+def smoke_test(kind: str, name: str, kwargs: Mapping[str, Any], model: str) -> PartFault | None:
     """What is wrong with it; None when it works."""
     if kind == "agent":
         return try_agent(name, kwargs, model)
@@ -139,9 +139,9 @@ def main() -> int:
     parser.add_argument("--model", default="")
     args = parser.parse_args()
     try:
-        fault = try_part(args.kind, args.name, args.kwargs, args.model)
+        fault = smoke_test(args.kind, args.name, args.kwargs, args.model)
     except ShakedownError as error:
-        fault = Fault(" ".join(str(error).split()))
+        fault = PartFault(" ".join(str(error).split()))
     if fault is None:
         return int(ExitCode.OK)
     print(fault.text, file=sys.stderr)
