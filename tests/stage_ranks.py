@@ -16,8 +16,7 @@ from shakedown.config import StageConfig
 from shakedown.config.lint import trainer_world
 from shakedown.core.paths import StagePaths
 from shakedown.rollout.batch import RolloutBatch
-from shakedown.training.stage.job import StageJob
-from shakedown.training.stage.key import write_key
+from shakedown.training.stage.job import StageJob, write_key
 from tests.forked import ForkedWorker
 
 SFT: dict[str, Any] = {

@@ -28,7 +28,7 @@ from shakedown.core.errors import CannotJudgeError, LaunchError, UntrustedError,
 from shakedown.core.paths import AttemptPaths, RunPaths
 from shakedown.monitor.heartbeat import read_heartbeats
 from shakedown.training.coordination import PeerFailedError, Ranks
-from shakedown.training.stage.key import read_key, write_key
+from shakedown.training.stage.job import read_key, write_key
 from tests.demo_assets import write_assets
 
 ROOT = Path(__file__).parents[2]

@@ -301,13 +301,13 @@ def _collect_to_output(args: argparse.Namespace, watch: "Stopwatch") -> int:
 
 def _collect_job(args: argparse.Namespace, watch: "Stopwatch") -> int:
     from shakedown.core.verdict import finish
-    from shakedown.monitor.collect import job
     from shakedown.monitor.collect.report import verdict_of_nodes
+    from shakedown.monitor.collect.steps import collect_job
     from shakedown.slurm.records import check_job_id
 
     job_id = check_job_id(args.job)
     seconds = (args.rounds - 1) * args.gap
-    report = job.collect_job(job_id, args.out, _sampling(args), seconds)
+    report = collect_job(job_id, args.out, _sampling(args), seconds)
     return finish(verdict_of_nodes(report, f"job {job_id}", args.out, watch), None)
 
 

@@ -153,7 +153,7 @@ class AttemptPaths:
     profiles = Below("profiles")  # shown by `shakedown debug nsys`: one folder per host
     outcome = Below("outcome.json")
     job = Below("job.json")  # the orders for the attempt's processes; see `training.stage.job`
-    key = Below("key")  # signs the messages from rank 0 to the others; see `training.stage.key`
+    key = Below("key")  # signs the messages from rank 0 to the others; see `training.stage.job`
     # the secret of the stage's own server or Ray cluster; readable only by its owner
     secret = Below("secret")
     stop = Below("stop")  # empty until the ranks are asked to save and stop

@@ -43,7 +43,7 @@ class Ranks:
     Args:
         store: shared by the ranks of one process group.
         key: known to these ranks alone, and to no other group of them; what was signed with it
-            there would be taken here (training/stage/key.py).
+            there would be taken here (training/stage/job.py).
     """
 
     def __init__(self, store: dist.Store, *, device: torch.device, key: bytes) -> None:

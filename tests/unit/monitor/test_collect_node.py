@@ -16,7 +16,7 @@ import pytest
 from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.read import read_paths
 from shakedown.diagnosis.records import GpuUse
-from shakedown.monitor.collect import Target, collect_local, gpus, node, proc, ras
+from shakedown.monitor.collect import Target, collect_local, node, proc, ras
 
 ANSWER = """NCCL version 2.28.3+cuda12.8 compiled with CUDA 12.8
 Job summary
@@ -209,7 +209,7 @@ def test_gpus_are_written_a_row_each_and_read_as_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml())
-    name, text, missed = gpus.query()
+    name, text, missed = node.query_gpus()
     rows = json.loads(text)["gpus"]
     assert [row["utilisation_percent"] for row in rows] == [100, 99]
     assert [(row["memory_percent"], row["power_watts"]) for row in rows] == [(0, 95), (1, None)]
@@ -225,7 +225,7 @@ def test_gpus_are_written_a_row_each_and_read_as_ours(
 
 def test_a_lost_gpu_is_written_down_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml(lost=True))
-    _, text, missed = gpus.query()
+    _, text, missed = node.query_gpus()
     assert json.loads(text)["gpus"][1] == {"index": 1, "error": "GPU is lost"}
     assert missed == "GPU 1: GPU is lost"
 

@@ -28,11 +28,10 @@ from shakedown.progress.movement import Movement, Watch
 from shakedown.progress.patience import Patience
 from shakedown.report.live import lines, look
 from shakedown.training.stage.builtin_stage import OwnLaunched
-from shakedown.training.stage.echo import LogEcho
 from shakedown.training.stage.endings import Ending
 from shakedown.training.stage.job import StageJob
 from shakedown.training.stage.plan import without_timeouts
-from shakedown.training.stage.supervision import Monitor, StopSignals
+from shakedown.training.stage.supervision import LogEcho, Monitor, StopSignals
 from tests.command import shakedown
 from tests.workflow.helpers import ROOT
 

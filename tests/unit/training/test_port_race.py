@@ -14,7 +14,7 @@ from shakedown.core.lease import Fence
 from shakedown.core.outcome import Outcome, OutcomeState
 from shakedown.core.paths import StagePaths
 from shakedown.training.stage import run
-from shakedown.training.stage.port_race import port_was_taken
+from shakedown.training.stage.endings import port_was_taken
 
 
 def outcome(state: OutcomeState = "failed", attempt: int = 1) -> Outcome:

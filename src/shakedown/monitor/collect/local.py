@@ -4,21 +4,24 @@ import functools
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
 from shakedown.core.paths import AttemptPaths
-from shakedown.monitor.collect import beats, hooked, inside, logs, node, proc, pyspy, ras, ray
+from shakedown.monitor.collect import hooked, inside, logs, node, proc, pyspy, ras, ray
 from shakedown.monitor.collect.bounded import run_bounded
 from shakedown.monitor.collect.targets import Target
 from shakedown.monitor.collect.writer import BEATS, COLLECTED, NAMES, Writer, printable
+from shakedown.monitor.heartbeat import read_heartbeats
+from shakedown.progress.signs import Beat
 from shakedown.slurm.hostlist import is_node_name, node_name
 
 NODE_SECONDS = 90.0  # all of py-spy's work of one round
 GRACE_SECONDS = 10.0  # for ending the last of them; who takes longer is left behind
 SOURCE_SECONDS = 30.0  # NCCL RAS, GPUs and Slurm together
 WORKERS = 8
+BEATS_SECONDS = 10.0  # a file system that is gone never answers
 
 
 _GONE: dict[str, object] = {"state": "X", "wchan": "", "threads": []}
@@ -141,10 +144,10 @@ class _Collection:
 
     def beats(self, folder: Path, number: int) -> None:
         """Named by host: collectors of several nodes write into one folder."""
-        reading = beats.read_beats(folder)
+        reading = read_beats(folder)
         self.writer.missed += [reading.missed] if reading.missed else []
         if reading.beats:
-            body = beats.to_json(BEATS, number, reading)
+            body = _beats_json(number, reading)
             self.writer.json(NAMES.beats(number, self._label), body)
 
     def stacks(self, number: int) -> None:
@@ -338,3 +341,42 @@ def _table(report: CollectReport, rounds: int) -> dict[str, object]:
         "missed": report.missed,
         "node": report.node,
     }
+
+
+@dataclass(frozen=True)
+class BeatsReading:
+    """One look: the newest beat of each component, and what was missed.
+
+    `taken` is when, `began` when the folder's last file was made: Unix time, 0 for unknown.
+    """
+
+    beats: list[Beat]
+    taken: float
+    began: float
+    missed: str = ""
+
+
+def read_beats(folder: Path) -> BeatsReading:
+    """The beats of a folder; bounded in time, never raising."""
+    (files,) = run_bounded([functools.partial(_beat_files, folder)], 1, BEATS_SECONDS)
+    taken = round(time.time(), 3)
+    if isinstance(files, tuple):
+        return BeatsReading(files[0], taken, files[1])
+    missed = f"heartbeats: {folder} was not read within {BEATS_SECONDS:.0f} s"
+    return BeatsReading([], taken, 0.0, missed)
+
+
+def _beat_files(folder: Path) -> tuple[list[Beat], float]:
+    """The written beats, and when the folder's last file was made; 0 when that cannot be read."""
+    # Records are overwritten in place, so a folder's time changes only when a file is made.
+    try:
+        began = round(folder.stat().st_mtime, 3)
+    except OSError:
+        began = 0.0
+    return read_heartbeats(folder), began
+
+
+def _beats_json(number: int, reading: BeatsReading) -> dict[str, object]:
+    """The content of `round<number>/beats-<host>.json`."""
+    times = {"taken": reading.taken, "began": reading.began}
+    return {"schema": BEATS, "round": number, **times, "beats": [asdict(b) for b in reading.beats]}

@@ -27,8 +27,7 @@ from shakedown.training.stage.components import (
 )
 from shakedown.training.stage.devices import StageDevices, stage_devices
 from shakedown.training.stage.evidence import beating_targets
-from shakedown.training.stage.job import StageJob
-from shakedown.training.stage.key import write_key
+from shakedown.training.stage.job import StageJob, write_key
 from shakedown.training.stage.launched import Launched
 from shakedown.training.stage.results import resume_hint, with_provenance
 

@@ -2,11 +2,17 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from shakedown.cluster.store import PORT_TAKEN
 from shakedown.cluster.supervise import Exit, describe_exit
 from shakedown.core.errors import INTERRUPTED
-from shakedown.core.outcome import OutcomeState
+from shakedown.core.outcome import Outcome, OutcomeState
 from shakedown.inference.explain import first_error, likely_cause, log_end
+
+# The words of our own store, and those of torch's, which torchrun has.
+_PORT_TAKEN = (PORT_TAKEN.encode(), b"The server socket has failed to listen on any local network")
+_RENDEZVOUS_BYTES = 2**20  # the rendezvous is logged at the beginning
 
 
 @dataclass(frozen=True)
@@ -108,3 +114,19 @@ def interrupted(exits: Sequence[Exit], running: Collection[str], reason: str) ->
     lost += [f"{name} did not end" for name in running if name.startswith("trainer")]
     how = "state saved" if _saved(exits) and not lost else "state of the last checkpoint kept"
     return Ending("interrupted", f"{reason}, {how}{': ' + '; '.join(lost) if lost else ''}")
+
+
+def port_was_taken(outcome: Outcome, log: Path) -> bool:
+    """Whether an attempt failed because rank 0 could not listen: its port was taken meanwhile.
+
+    Args:
+        log: rank 0's or its launcher's, of that attempt; one that cannot be read says nothing.
+    """
+    if outcome.state != "failed":
+        return False
+    try:
+        with log.open("rb") as stream:
+            begin = stream.read(_RENDEZVOUS_BYTES)
+    except OSError:
+        return False
+    return any(text in begin for text in _PORT_TAKEN)

@@ -1,5 +1,6 @@
 """What one attempt of a training stage is told: written by the supervisor, read by its parts."""
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,9 +10,12 @@ from shakedown.agents.reward_pool import RewardLimits
 from shakedown.config import StageConfig, SupervisedStage
 from shakedown.core.errors import UsageError
 from shakedown.core.files import read_json_as, write_json
+from shakedown.core.folders import storage_errors
 from shakedown.core.lease import Fence
 from shakedown.core.paths import AttemptPaths, StagePaths
-from shakedown.core.private import read_own
+from shakedown.core.private import read_own, read_secret, write_secret
+
+_KEY_BYTES = 32  # the size of the SHA-256 that a key goes into (RFC 2104)
 
 
 class SupervisedJob:
@@ -105,3 +109,35 @@ def read_job(path: Path) -> StageJob:
         UsageError: the file is missing or not a job.
     """
     return read_json_as(StageJob, path, "stage job")
+
+
+def write_key(path: Path) -> None:
+    """Draw an attempt's key and write it into a new file that only this user can read.
+
+    By it ranks tell what rank 0 wrote from what a stranger wrote. Every attempt has its own, so
+    nothing that was signed in one is valid in the next.
+
+    Raises:
+        StorageError: it cannot be written, or there is something of that name.
+    """
+    with storage_errors("write", path):
+        write_secret(path, secrets.token_bytes(_KEY_BYTES))
+
+
+def read_key(path: Path) -> bytes:
+    """Read what `write_key` wrote.
+
+    Raises:
+        UntrustedError: another user could have written it or can read it.
+        UsageError: it is missing or of another size.
+    """
+    hint = "shakedown train STAGE --config FILE, which draws a key for each attempt"
+    try:
+        key = read_secret(path)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(f"cannot read the attempt's key {path}: {reason}", hint=hint) from error
+    if len(key) != _KEY_BYTES:
+        found = f"expected {_KEY_BYTES} bytes, got {len(key)}"
+        raise UsageError(f"{path} is not a valid attempt key: {found}", hint=hint)
+    return key

@@ -8,13 +8,16 @@ codes: 0 the trainer has finished, 75 stopped by a signal, else as every command
 import argparse
 import asyncio
 import signal
+import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from shakedown.agents.reward_pool import RewardPool
 from shakedown.config import GrpoConfig
@@ -23,7 +26,7 @@ from shakedown.data_sources import load_rows
 from shakedown.inference.auth import read_secret
 from shakedown.inference.client import Client
 from shakedown.models.huggingface import read_config, read_tokenizer
-from shakedown.monitor.heartbeat import Heartbeat
+from shakedown.monitor.heartbeat import Heartbeat, read_heartbeats
 from shakedown.progress.patience import SHORTEST, WARN_SHARE
 from shakedown.rollout.agent_sampler import (
     AgentGroupSampler,
@@ -50,7 +53,6 @@ from shakedown.training.checkpoint.fingerprint import fingerprint
 from shakedown.training.faults import Injector
 from shakedown.training.stage.curve import HeldOutCurve
 from shakedown.training.stage.job import StageJob, read_job
-from shakedown.training.stage.loops import first_to_end, trainers_live
 from shakedown.training.stage.reported_error import report_error
 from shakedown.training.stage.servers import connected, weight_sync
 
@@ -61,6 +63,29 @@ _HELD_SECONDS = 5.0  # without rollout capacity, until the log says so: shorter 
 _SAY_SECONDS = 2.0  # between lines of the log: small models take many steps a second
 _PROBE_PROMPTS = 64  # enough to fill the probe, also with short prompts
 _SETTLE_SECONDS = 3.0  # srun ends a little after its last task
+
+
+def trainers_live(job: StageJob) -> bool:
+    """Whether a trainer rank has not said that it is done, or is still there on this host."""
+    host = socket.gethostname()[:64]  # cut as in a heartbeat
+    return any(
+        beat.phase != "finished" or (beat.host == host and psutil.pid_exists(beat.pid))
+        for beat in read_heartbeats(job.attempt.heartbeats)
+        if beat.role == "trainer"
+    )
+
+
+async def first_to_end(*loops: Coroutine[Any, Any, None]) -> None:
+    """Run until one ends; cancel the others; raise its error."""
+    tasks = [asyncio.create_task(loop) for loop in loops]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

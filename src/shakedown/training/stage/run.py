@@ -27,15 +27,13 @@ from shakedown.processes.memory_kills import kills
 from shakedown.progress.movement import Movement, Watch
 from shakedown.slurm.hostlist import allocation_nodes, node_name
 from shakedown.training.stage import stopping
-from shakedown.training.stage.echo import LogEcho
-from shakedown.training.stage.endings import Ending, with_server_error
+from shakedown.training.stage.endings import Ending, port_was_taken, with_server_error
 from shakedown.training.stage.evidence import collect_evidence, note_lost_nodes
 from shakedown.training.stage.launched import AttemptPlan, Launched
-from shakedown.training.stage.port_race import port_was_taken
 from shakedown.training.stage.reported_error import with_reported_error
 from shakedown.training.stage.restart import set_aside
 from shakedown.training.stage.results import damage_findings, stage_metrics
-from shakedown.training.stage.supervision import Monitor, stop_signals
+from shakedown.training.stage.supervision import LogEcho, Monitor, stop_signals
 
 # The port is free when it is chosen; until rank 0 listens on it another process can take it.
 _PORT_TRIES = 3

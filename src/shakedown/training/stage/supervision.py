@@ -3,18 +3,20 @@
 import math
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 
 from shakedown.cluster.supervise import Exit, Supervisor
 from shakedown.core.paths import AttemptPaths
 from shakedown.debug.paused_processes import describe, read_stops
 from shakedown.progress.movement import Movement, Watch
+from shakedown.report.logs import LogFollower
 from shakedown.training.stage import stopping
-from shakedown.training.stage.echo import LogEcho
 from shakedown.training.stage.endings import Ending, interrupted, judge_exits, judge_stop
 from shakedown.training.stage.launched import Launched
 
@@ -26,6 +28,36 @@ _SETTLE_SECONDS = 0.5  # peers of a dead rank fail within this: the kill is then
 # ending what hangs. SIGUSR2 sets no limit: it is followed by SIGTERM when the time is over.
 SAVE_SECONDS = 60.0
 SAVE_SECONDS_IN_SLURM = 20.0
+_MAX_LINES = 20  # more lines per round are left to the log file
+_MAX_CHARS = 300
+
+
+class LogEcho:
+    """Follow log files and print their new whole lines, each with its component's name."""
+
+    def __init__(self, logs: Mapping[str, Path]) -> None:
+        self._logs = logs
+        self._follower = LogFollower()
+        self._closed = False
+
+    def show_new(self) -> None:
+        """Print what was added since the last call; at most a few lines per component."""
+        for name, path in self._logs.items():
+            lines = [line for line in self._follower.new_lines(path) if line]
+            if len(lines) > _MAX_LINES:
+                lines = [*lines[:2], f"... {len(lines) - 4} lines, see {path}", *lines[-2:]]
+            for line in lines:
+                self.say(f"[{name}] {line[:_MAX_CHARS]}")
+
+    def say(self, line: str) -> None:
+        """Print a line; without a terminal that went away: the run matters more than its echo."""
+        if self._closed:
+            return
+        try:
+            print(line, flush=True)
+        except (BrokenPipeError, OSError):
+            self._closed = True
+            sys.stdout = None  # or Python's own flush at exit fails on the same pipe
 
 
 @dataclass

@@ -33,8 +33,7 @@ from shakedown.training.coordination import PeerFailedError, Ranks
 from shakedown.training.engines import engine_class, engine_sizes
 from shakedown.training.engines.base import EngineOptions
 from shakedown.training.faults import Injector
-from shakedown.training.stage.job import StageJob, read_job
-from shakedown.training.stage.key import read_key
+from shakedown.training.stage.job import StageJob, read_job, read_key
 from shakedown.training.stage.reported_error import report_error
 from shakedown.training.stage.stopping import StopFlag
 from shakedown.training.trainer import Trainer
