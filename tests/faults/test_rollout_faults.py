@@ -98,7 +98,7 @@ async def test_a_token_beyond_an_unknown_vocabulary_is_the_trainers_to_refuse(
 
 
 def test_an_engine_that_cannot_tell_tokens_is_refused_for_rollouts() -> None:
-    with pytest.raises(UsageError, match="takes no token ids and tells no logprobs"):
+    with pytest.raises(UsageError, match="takes no token ids and returns no logprobs"):
         get_token_engine("transformers")
 
 

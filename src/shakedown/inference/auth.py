@@ -1,8 +1,7 @@
-"""A server's secret: its file, the header that carries it, and the wrapper that asks for it.
+"""A server's secret: its file, the header that carries it, and the wrapper that requires it.
 
-The secret is in a file of its owner alone, which the server and its clients read: in no argument,
-environment or record, so that `ps`, logs, verdicts and reports cannot show it; records name the
-file.
+The secret is in a file that only its owner can read, never in an argument, environment or record,
+so `ps`, logs, verdicts and reports cannot show it; records name the file.
 
 `python -m shakedown.inference.auth SECRET_FILE MODULE ARG...` runs an engine behind it. All
 engines serve by uvicorn, and none guards all of its routes: vLLM asks for its --api-key below /v1
@@ -30,9 +29,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
-# What Client, the probes, the recording proxy and agents send, in all engines' protocols. Engines
-# have many more: vLLM's development mode alone some thirty, which pull weights from any address,
-# put the engine to sleep or tell its settings.
+# The routes that Client, the probes, the recording proxy and agents use, in all engines' protocols.
+# Engines have many more: vLLM's development mode alone some thirty, which pull weights from any
+# address, put the engine to sleep or reveal its settings.
 ROUTES = frozenset(
     {
         ("GET", "/health"),
@@ -147,7 +146,7 @@ class Guard:
         return any(hmac.compare_digest(key, self._secret) for key in _keys(headers))
 
     async def _call(self, scope: Message, receive: Receive, send: Send) -> None:
-        """vLLM runs any method of its workers by name: only the one that loads weights may be."""
+        """Pass on a call of vLLM's workers if it loads weights; they would run any method."""
         body = await _body(receive)
         if not _loads_weights(body):
             await _refuse(send, 403, f"POST {_CALLS} is served for load_policy alone")

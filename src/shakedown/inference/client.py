@@ -119,7 +119,7 @@ class Client:
             raise ServerError(told, hint=error.hint) from error
 
     async def replicas(self) -> int:
-        """Data-parallel replicas that the server's metrics tell of; at least 1."""
+        """Data-parallel replicas according to the server's metrics; at least 1."""
         try:
             text = await self.send(Request(metrics.PATH, method="GET"))
         except ServerError:  # an external server without the route; a dead one fails at the probe
@@ -127,7 +127,7 @@ class Client:
         return max(1, metrics.count_replicas(self.engine, str(text or "")))
 
     async def room(self) -> int | None:
-        """Tokens of prompt and answer that the server takes; None where it does not tell.
+        """Tokens of prompt and answer that the server takes; None where it does not say.
 
         Raises:
             ServerError: as `generate`.
@@ -139,7 +139,7 @@ class Client:
             return None
 
     async def longest(self) -> int:
-        """Tokens that the server takes with one to generate; a safe guess where it tells none.
+        """Tokens that the server takes with one to generate; a safe guess if it does not say.
 
         Raises:
             ServerError: as `generate`.

@@ -1,7 +1,7 @@
-"""Own one server as its child: `python -m shakedown.inference.daemon FOLDER [--detach] < ORDER`.
+"""Run one server as a child: `python -m shakedown.inference.daemon FOLDER [--detach] < ORDER`.
 
 The server lives until its idle limit, until `FOLDER/stop` appears, until the daemon gets SIGTERM,
-or until it exits by itself. Should the daemon be killed, the supervisor's guard ends the server.
+or until it exits by itself. If the daemon is killed, the supervisor's guard ends the server.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def keep(folder: ServerPaths, order: ServerOrder) -> int:
         StorageError: the folder cannot be written.
     """
     signals = _Signals()
-    # The one before may still be at its last lines, after it has said that its server has ended.
+    # The previous daemon may still be finishing, after it has reported that its server has ended.
     with hold(folder.daemon, f"the daemon of {order.name}", wait=True):
         return _keep(folder, order, signals)
 
@@ -104,7 +104,7 @@ def _now() -> str:
 
 
 def _end(folder: ServerPaths, state: ServerState) -> None:
-    """Say that the server has ended: in its state, and where its consumers look."""
+    """Record that the server has ended: in its state, and in the endpoint for its clients."""
     state = replace(state, phase="ended", ended=state.ended or _now())
     # Whoever damaged or took over that file, the state is written.
     with contextlib.suppress(ShakedownError, OSError):

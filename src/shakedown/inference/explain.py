@@ -1,4 +1,4 @@
-"""Why a server did not start or died, read from its log: at its end, or over its whole life."""
+"""The likely cause why a server did not start or died, read from its log."""
 
 import re
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class LikelyCause:
-    """A likely cause, in words, and what to do."""
+    """A likely cause in words, and its remedy."""
 
     text: str
     remedy: str
@@ -15,7 +15,7 @@ class LikelyCause:
 
 @dataclass(frozen=True)
 class CausePattern:
-    """A line that an engine, a library, the kernel or Slurm writes, and what it means.
+    """A log pattern of an engine, a library, the kernel or Slurm, and the cause that it shows.
 
     `source`: the code that writes it (below site-packages) or a public report of it.
     """
@@ -28,8 +28,8 @@ class CausePattern:
 
 _PIECE = 1 << 20  # bytes at one look: a log that grows faster is read on at the next
 _END = 1 << 16  # characters before the end, in which a death is looked for first
-# As Python ends a traceback. Behind a quote one is only spoken of: vLLM's warning about few file
-# descriptors quotes the OSError that may come of it.
+# The last line of a Python traceback. Behind a quote it is only mentioned: vLLM's warning about
+# few file descriptors quotes the OSError that may follow.
 _ERROR = re.compile(r"(?<![\w`'\"])\w{1,80}(?:Error|Exception): [^\n]{1,300}")
 
 # No pattern has an unbounded `.*`: a log of repeated words would be searched for minutes.
@@ -228,7 +228,7 @@ class LogWatch:
         return self._last.text if self._last else ""
 
     def look(self) -> bool:
-        """Read on; whether the log names another trouble than before."""
+        """Read on; whether the log names a different trouble from before."""
         before = self.trouble
         self._read_on()
         return self.trouble != before
@@ -240,7 +240,7 @@ class LogWatch:
         return likely_cause(self._end) or self._last or likely_cause("", returncode)
 
     def _read_on(self) -> bool:
-        """Whether there was more."""
+        """Read the new part; whether there was any."""
         try:
             with self._path.open("rb") as stream:
                 stream.seek(self._read)

@@ -1,7 +1,7 @@
-"""A server of somebody else, by its URL: looked at, and written down like one of our own.
+"""Somebody else's server, by its URL: checked, and recorded like one of our own.
 
-It is never started or ended here. What it can do is seen by asking it, not by its name.
-Several of one model, `URL,URL`, are one server to all that use it: see `relay`.
+It is never started or ended here. Its capabilities are found by asking it, not by its name.
+Several of one model, `URL,URL`, are one server to all its users: see `relay`.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from shakedown.slurm.hostlist import node_name
 KIND = "external"
 _SPOKEN = ("vllm", "sglang")  # protocols with token ids, in the order in which they are tried
 _SECONDS = 60.0
-# Few vocabularies are smaller. Which text they stand for does not matter.
+# Few vocabularies are smaller. The text of these ids does not matter.
 _TOKENS = (1, 2, 3)
 _NO_FOLDER = "/shakedown/no/such/weights"
 
@@ -54,7 +54,7 @@ def attach(order: ServerOrder, folder: ServerPaths, say: Callable[[str], None]) 
     """
     if not all(map(_is_url, order.url.split(","))):
         raise UsageError(
-            # What stands before an @ may be a key.
+            # The part before an @ may be a key.
             f"serve.url is {order.url.rpartition('@')[2]!r}: expected http://HOST:PORT of the "
             "external server, without a name or key; of several, with commas between",
             hint="shakedown serve start --engine external --url http://HOST:PORT --out DIR",
@@ -76,7 +76,7 @@ def attach(order: ServerOrder, folder: ServerPaths, say: Callable[[str], None]) 
 def _seen_alike(
     urls: Sequence[str], key: str, order: ServerOrder, say: Callable[[str], None]
 ) -> _SeenServer:
-    """What the servers that answer have in common."""
+    """The common properties of the servers that answer."""
     seen: dict[str, _SeenServer] = {}
     faults: list[ServerError] = []
     for url in urls:
@@ -135,7 +135,7 @@ def check_answers(endpoint: Endpoint, root: Path) -> None:
     if fault is not None:
         raise ServerError(
             f"the external server at {endpoint.base_url} does not answer: {fault}",
-            hint="it is not ours to start: see to it where it runs, then "
+            hint="it cannot be started from here: fix it where it runs, then "
             f"`shakedown serve status {shlex.quote(str(root))}`",
         )
 
@@ -191,7 +191,7 @@ async def _served(url: str, key: str, order: ServerOrder) -> str:
 
 
 async def _abilities(client: Client, engine: TokenEngine) -> Capabilities:
-    """It gives token ids and log-probabilities; the rest is asked for."""
+    """Its capabilities: token ids and log-probabilities are known, the rest is tried."""
     try:
         await client.score(_TOKENS[:1], _TOKENS[1:])
         scores = True

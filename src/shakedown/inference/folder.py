@@ -1,6 +1,6 @@
-"""The records in a server's folder: what the daemon says, where clients go.
+"""The records in a server's folder: the daemon's report and the clients' endpoint.
 
-And the order, what to run: it is handed to the daemon, and never read from a file.
+And the order, which says what to run: it is handed to the daemon, and never read from a file.
 """
 
 import json
@@ -17,7 +17,7 @@ from shakedown.inference.auth import read_secret
 from shakedown.inference.engines import LaunchSpec
 
 ENDPOINT_SCHEMA = "shakedown/endpoint/1"
-# Arguments of vLLM and SGLang: the weights are not the folder's, or its tokenizer is not used.
+# Arguments of vLLM and SGLang that replace the folder's weights, or its tokenizer.
 _OTHER_SHAPES = ("--hf-overrides", "--json-model-override-args", "--load-format", "--quantization")
 _OTHER_TOKENIZER = ("--tokenizer", "--tokenizer-path", "--skip-tokenizer-init")
 _START = "shakedown serve start --config FILE --out FOLDER"
@@ -25,7 +25,7 @@ _START = "shakedown serve start --config FILE --out FOLDER"
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What the server's own job asks of Slurm.
+    """Slurm options of the server's own job.
 
     `time_limit` as sbatch takes it (empty: the partition's); `exclude`: nodes to stay away from,
     joined by commas; `extra`: more arguments of sbatch.
@@ -69,7 +69,7 @@ class ServerOrder:
 
 @dataclass(frozen=True)
 class ServerState:
-    """What the daemon reports.
+    """The daemon's report.
 
     `pid`: the server's, the daemon's child. `trouble`: what the log of the running server names;
     `ended`: when it did, by the node's own clock (ISO 8601).
@@ -105,7 +105,7 @@ class Endpoint:
     """A server that answered a real generation. `base_url` is without `/v1`.
 
     `order` is kept to be compared; its commands are never run.
-    `secret`: the file with what every request must carry; an older version's server has none.
+    `secret`: the file with the key that requests must carry; an older version's server has none.
     `ended`: how and when the server ended, written by its daemon; empty while it runs.
     """
 
@@ -134,7 +134,7 @@ class Endpoint:
         return self.launcher.get("kind") == "external"
 
     def api_key(self) -> str:
-        """What every request must carry.
+        """The key that every request must carry.
 
         Raises:
             UsageError: as `read_secret`.
@@ -149,7 +149,7 @@ def with_model(order: ServerOrder) -> ServerOrder:
     """The order with a model's folder by its whole path: a job and clients run elsewhere.
 
     Raises:
-        UsageError: the name looks like a folder and is none, the folder holds no model, or its
+        UsageError: the name looks like a folder but is not, the folder holds no model, or its
             config.json and weights do not fit.
     """
     given = order.spec.model
@@ -160,7 +160,7 @@ def with_model(order: ServerOrder) -> ServerOrder:
             hint="write the demo's with `shakedown assets`, or set model.source",
         )
     if model.is_dir() and not (model / "config.json").is_file():
-        raise UsageError(f"{model} is no Hugging Face model: it has no config.json")
+        raise UsageError(f"{model} is not a Hugging Face model folder: config.json is missing")
     if not model.is_dir():
         return order
     if not _names(order, _OTHER_SHAPES):
@@ -187,16 +187,16 @@ def _names(order: ServerOrder, options: tuple[str, ...]) -> bool:
 
 
 def order_of(text: str) -> ServerOrder:
-    """The order out of its text.
+    """The order in its text form.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not an order.
     """
     return json_as(ServerOrder, json.loads(text))
 
 
 def read_state(path: Path) -> ServerState | None:
-    """What the daemon reports; None before its first report."""
+    """The daemon's report; None before the first one."""
     if not path.exists():
         return None
     return read_json_as(ServerState, path, "server state", unknown="ignore", hint=_START)

@@ -1,6 +1,6 @@
 """The idle limit of a persistent server: a forgotten one ends itself.
 
-Each use starts the idle time anew. It is noted as the modification time of the file `lease` in the
+Each use restarts the idle time. It is recorded as the modification time of the file `lease` in the
 server's folder.
 """
 
@@ -18,7 +18,7 @@ ASK_SECONDS = 10.0  # at most between two looks at the engine's own counters
 
 
 class IdleTimer:
-    """The clients' side: whoever uses the server starts its idle time anew.
+    """The clients' side: every use of the server restarts its idle time.
 
     `with IdleTimer(path):` does so in a thread while the block runs, for work that lasts longer
     than the limit.
@@ -32,7 +32,7 @@ class IdleTimer:
         self._thread: threading.Thread | None = None
 
     def reset(self) -> None:
-        """Start the idle time anew.
+        """Restart the idle time.
 
         Raises:
             StorageError: the file cannot be written.
@@ -70,10 +70,10 @@ class IdleTimer:
 
 
 class IdleLimit:
-    """The daemon's side: how long nothing has used the server.
+    """The daemon's side: how long the server has been unused.
 
-    A use is a change of the file's time, or whatever `asked` tells of. Changes are noticed, not
-    compared with this machine's clock: the file may lie on a file server whose clock differs.
+    A use is a change of the file's time, or one that `asked` reports. Times are compared with each
+    other, not with this machine's clock: the file may be on a file server whose clock differs.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a server says of its own work: the Prometheus text of its `/metrics`, engine-neutral."""
+"""A server's metrics of its own work: the Prometheus text of `/metrics`, engine-neutral."""
 
 import asyncio
 import math
@@ -22,7 +22,7 @@ _SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{.*\})?\s+(\S+)(?:\s+-?\d+)
 
 @dataclass(frozen=True)
 class Metrics:
-    """None: the engine does not tell.
+    """Metrics of one server; None: the engine does not report that one.
 
     `running` and `waiting` requests now; `cache` the used share of the key-value cache, from 0 to
     1, of its fullest replica; the others count since the server's start: requests that ended, and
@@ -38,14 +38,14 @@ class Metrics:
 
     @classmethod
     def of(cls, engine: InferenceEngine, text: str) -> Self:
-        """Out of the engine's text; what is no sample in it is passed over."""
+        """Read the engine's text; lines that are not samples are skipped."""
         samples: dict[str, list[float]] = {}
         for name, value in _samples(text):
             samples.setdefault(name, []).append(value)
         found = {}
         for field in fields(cls):
             values = samples.get(engine.metrics.get(field.name, ""))
-            # One sample a replica, and a way in which requests end.
+            # One sample per replica, and per way in which requests end.
             together = max if field.name == "cache" else sum
             found[field.name] = together(values) if values else None
         return cls(**found)
@@ -99,15 +99,15 @@ def read_metrics(
 
 
 def watch_metrics(endpoint: Endpoint, seconds: float) -> dict[str, float | None]:
-    """What the server does now, and its tokens a second over the next `seconds`.
+    """The server's metrics now, and its tokens per second over the next `seconds`.
 
     Raises:
-        ServerError: it tells no metrics.
+        ServerError: it reports no metrics.
         UsageError: they are several servers.
     """
     if "," in endpoint.base_url:
         raise UsageError(
-            f"{endpoint.base_url} are several servers, which count each for itself",
+            f"{endpoint.base_url} names several servers, each with metrics of its own",
             hint="shakedown serve start --engine external --url ONE --out FOLDER, then ask that",
         )
     engine, key = get_engine(endpoint.engine), endpoint.api_key()
@@ -117,7 +117,7 @@ def watch_metrics(endpoint: Endpoint, seconds: float) -> dict[str, float | None]
     now = read_metrics(engine, endpoint.base_url, key)
     if before is None or now is None:
         raise ServerError(
-            f"the {endpoint.engine} server at {endpoint.base_url} tells no metrics",
+            f"the {endpoint.engine} server at {endpoint.base_url} reports no metrics",
             hint="does it answer? shakedown serve status FOLDER",
         )
     passed = time.monotonic() - began
@@ -128,7 +128,7 @@ def watch_metrics(endpoint: Endpoint, seconds: float) -> dict[str, float | None]
 
 
 def metrics_table(told: Mapping[str, float | None]) -> str:
-    """One line a value; `-` for what the engine does not tell."""
+    """One line per value; `-` where the engine does not report it."""
     width = max(len(name) for name in told)
     rows = ((name.replace("_", " "), _shown(name, value)) for name, value in told.items())
     return "\n".join(f"{name:{width}}  {value}" for name, value in rows)

@@ -1,6 +1,6 @@
-"""A server's processes, its daemon or its Slurm job: whether they are there, and their end.
+"""A server's processes, its daemon or its Slurm job: whether they exist, and how to end them.
 
-A server ends also on a disk that takes no file any more, and one command at a time changes it.
+A server can be ended on a full disk, too; only one command at a time changes it.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 
 def alive(folder: ServerPaths) -> bool:
-    """Whether its daemon or its job is there."""
+    """Whether its daemon or its job exists."""
     state = read_state(folder.state)
     # The daemon's own report counts first: Slurm may list the job as completing after that.
     if state is not None and state.phase == "ended":
@@ -58,7 +58,7 @@ def job_id(folder: ServerPaths) -> str:
     """The server's Slurm job; empty where it is none.
 
     Raises:
-        UsageError: what is written there is no job's id.
+        UsageError: the file does not hold a job id.
         UntrustedError: others could have written it.
     """
     text = _word(folder.job)
@@ -80,7 +80,7 @@ def _word(path: Path) -> str:
 
 
 def job_state(folder: ServerPaths) -> jobs.Job | None:
-    """What the server's job does: ended, too, when the number is another job's.
+    """The state of the server's job: ended, too, when the number is another job's.
 
     None when it has none, or when Slurm could not be asked just now.
     """
@@ -139,7 +139,7 @@ def _signal(folder: ServerPaths, signum: int) -> None:
 
 
 def _ask_to_stop(folder: ServerPaths, say: Say) -> bool:
-    """Whether the daemon can see that it is asked: a full or read-only disk takes no file."""
+    """Whether the daemon can see the request: a full or read-only disk takes no file."""
     try:
         write_text(folder.stop, "stop\n")
     except StorageError as error:
@@ -153,7 +153,7 @@ def turn(folder: ServerPaths, action: str, *, wait: bool = False) -> Iterator[No
     """One start, stop or restart of a server at a time, in a folder that only this user changes.
 
     Args:
-        wait: come second, instead of being refused.
+        wait: wait for the other command instead of being refused.
 
     Raises:
         RefusedError: another command changes the server.

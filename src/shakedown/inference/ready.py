@@ -16,7 +16,7 @@ _HEALTH_SECONDS = 5.0
 _GENERATION_SECONDS = 60.0
 _POLL_SECONDS = 0.25
 _SAY_SECONDS = 5.0
-# Answers that more patience does not change.
+# Statuses that waiting does not change.
 # Not 5xx and 429: servers send those while they load or are busy.
 _FINAL = (400, 401, 403, 404, 422)
 
@@ -108,7 +108,7 @@ def last_line(log: Path | None) -> str:
 
 
 def _check_guarded(engine: InferenceEngine, base_url: str) -> None:
-    """See that nobody is answered without the secret.
+    """Check that nobody is answered without the secret.
 
     Raises:
         ServerError: somebody is, as where an engine serves by more processes than its own.
@@ -121,7 +121,7 @@ def _check_guarded(engine: InferenceEngine, base_url: str) -> None:
 
 
 def _look(engine: InferenceEngine, base_url: str, model: str, api_key: str) -> str | None:
-    """What is not well yet, None when a generation was answered.
+    """The reason why the server is not ready, None when a generation was answered.
 
     Raises:
         ServerError: it refuses the generation.
@@ -141,7 +141,7 @@ def _look(engine: InferenceEngine, base_url: str, model: str, api_key: str) -> s
 
 
 def _fault(base_url: str, api_key: str, request: Request, timeout: float) -> tuple[str | None, int]:
-    """(What is wrong, HTTP status or 0); (None, status) when the answer is good."""
+    """(fault, HTTP status or 0); (None, status) when the answer is good."""
     body = dict(request.body) if request.method == "POST" else None
     try:
         url = f"{base_url}{request.path}"

@@ -1,8 +1,8 @@
-"""Several servers behind one URL: the least loaded is asked, one that fails is put aside.
+"""Several servers behind one URL: requests go to the least loaded; a failing one is put aside.
 
 It listens on a free port of 127.0.0.1, in a thread of its own, so that whatever speaks to one
-server (agents, the recording proxy, the comparison's client) speaks to many. It adds no key: what
-a client sends is what the server gets.
+server (agents, the recording proxy, the comparison's client) speaks to many. It adds no key: the
+server gets exactly what a client sends.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ _FAILED = (aiohttp.ClientError, OSError, TimeoutError)
 
 @dataclass(frozen=True)
 class Servers:
-    """What clients are given; `relay` is None with a single server."""
+    """The URL that clients are given; `relay` is None with a single server."""
 
     url: str
     relay: "Relay | None" = None
@@ -55,7 +55,7 @@ def relayed(
     """One URL for the servers of `URL` or `URL,URL`; a single one is left as it is.
 
     Raises:
-        UsageError: several, and one of them is no URL or stands there twice.
+        UsageError: several, and one of them is not a valid URL or is listed twice.
         ServerError: as the block does; where all servers are put aside it says so.
     """
     if "," not in text:
@@ -77,12 +77,12 @@ def split_urls(text: str) -> list[str]:
     """The URLs of `URL,URL`, without `/v1`.
 
     Raises:
-        UsageError: one is none, or stands there twice.
+        UsageError: one is not a valid URL, or is listed twice.
     """
     urls = [each.strip().rstrip("/").removesuffix("/v1") for each in text.split(",")]
     for url in urls:
         if not url.startswith(("http://", "https://")) or urls.count(url) > 1:
-            what = "stands there twice" if url and urls.count(url) > 1 else "is no URL"
+            what = "is listed twice" if url and urls.count(url) > 1 else "is not a valid URL"
             raise UsageError(
                 f"{text!r}: {url!r} {what}: expected http://HOST:PORT,http://HOST:PORT"
             )
@@ -91,7 +91,7 @@ def split_urls(text: str) -> list[str]:
 
 @dataclass
 class _Server:
-    """`why` it is put aside; empty: it is not. `gone` is set then, for requests in flight on it."""
+    """One server. `why` it is put aside, or empty; `gone` is then set for its open requests."""
 
     url: str
     why: str = ""
@@ -153,7 +153,7 @@ class Relay:
         return f"none of the {len(self._servers)} servers answers: {each}"
 
     def findings(self) -> list[Finding]:
-        """One a server: a warning where it was put aside."""
+        """One finding per server: a warning where it was put aside."""
         return [_finding(server) for server in self._servers]
 
     @contextlib.contextmanager
@@ -234,7 +234,7 @@ class Relay:
         return web.Response(status=502)
 
     def _answered_elsewhere(self, failed: dict[str, _FailedError]) -> None:
-        """An error where another server gave an answer is the server's own."""
+        """Count an error against its server where another one answered the request."""
         for server in self._servers:
             if server.url in failed:
                 server.moved += 1
@@ -303,7 +303,7 @@ class Relay:
 async def _unless(
     gone: asyncio.Event, asked: Coroutine[Any, Any, web.StreamResponse]
 ) -> web.StreamResponse:
-    """What is asked for.
+    """The awaited result, unless the server goes away first.
 
     Raises:
         TimeoutError: the server is gone before it has come.

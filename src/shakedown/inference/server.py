@@ -95,10 +95,10 @@ def start(order: ServerOrder, root: Path, *, say: Say = print) -> Endpoint:
 def ensure(
     path: Path, order: Callable[[], ServerOrder] | None = None, *, say: Say = print
 ) -> Endpoint:
-    """The server of `endpoint.json`, started again when it is gone; else nothing is rewritten.
+    """The server of `endpoint.json`, started again if it is gone; otherwise nothing is rewritten.
 
     Args:
-        order: what to start then; who starts it, and where not, is taken from the endpoint.
+        order: what to start then; launcher and excluded nodes are taken from the endpoint.
 
     Raises:
         UsageError: no endpoint there; the server is gone and no order was given.
@@ -146,13 +146,13 @@ def _is_kept(endpoint: Endpoint, folder: ServerPaths) -> bool:
 
 
 def _placed_as(endpoint: Endpoint, order: ServerOrder) -> ServerOrder:
-    """Started by the same, and off the same nodes: the workflow said that, not the config."""
+    """The order with the endpoint's launcher and excluded nodes, which the workflow chose."""
     slurm_options = replace(order.slurm, exclude=endpoint.order.slurm.exclude)
     return replace(order, launcher=endpoint.order.launcher, slurm=slurm_options)
 
 
 def status(root: Path) -> ServerStatus:
-    """What the server does now.
+    """The server's status now.
 
     Raises:
         UsageError: no server was ever started there.
@@ -165,7 +165,8 @@ def status(root: Path) -> ServerStatus:
     state, job = read_state(folder.state), job_id(folder)
     if state is None and not job:
         raise UsageError(
-            f"{root} is no server's folder", hint="shakedown serve start --config FILE --out FOLDER"
+            f"{root} is not a server's folder",
+            hint="shakedown serve start --config FILE --out FOLDER",
         )
     if not alive(folder):
         reason = (state.obituary or state.reason) if state is not None else ""
@@ -199,7 +200,7 @@ def stop(root: Path, *, say: Say = print) -> str:
     if not folder.root.is_dir():
         raise UsageError(f"{root} does not exist: no server was started there")
     if external.found(folder):
-        return "is of an external server: nothing was ended"
+        return "belongs to an external server: nothing was ended"
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(turn(folder, "stop"))

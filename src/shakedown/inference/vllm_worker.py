@@ -53,7 +53,7 @@ def repack(model: Any) -> int:
 
 
 def _packing_experts(layer: Any) -> Any:
-    """What computes a layer's experts on a CPU, where it packs their weights; None for others."""
+    """The kernel of a layer's experts on a CPU that packs their weights; None for others."""
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
     found = getattr(kernel, "fused_experts", None)
     packs = any(kind.__name__ == "CPUUnquantizedExperts" for kind in type(found).__mro__)

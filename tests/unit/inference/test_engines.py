@@ -58,7 +58,7 @@ def test_unknown_engine_names_the_nearest() -> None:
 
 
 def test_engine_without_logprobs_is_refused_where_they_are_needed() -> None:
-    with pytest.raises(UsageError, match="tells no logprobs"):
+    with pytest.raises(UsageError, match="returns no logprobs"):
         get_token_engine("transformers")
 
 

@@ -81,7 +81,7 @@ def test_external_server_that_is_gone_is_told_and_not_started(tmp_path: Path) ->
     with running() as engine:
         start(order(engine), tmp_path)
 
-    with pytest.raises(ServerError, match="not ours to start"):
+    with pytest.raises(ServerError, match="cannot be started from here"):
         ensure(tmp_path, lambda: order(None))
     assert not status(tmp_path).alive
 

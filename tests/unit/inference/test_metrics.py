@@ -195,7 +195,7 @@ def test_server_without_metrics_cannot_be_shown(tmp_path: Path) -> None:
     with running() as engine:
         found = replace(endpoint(engine, tmp_path), engine="external")
 
-    with pytest.raises(ServerError, match="tells no metrics"):
+    with pytest.raises(ServerError, match="reports no metrics"):
         watch_metrics(found, 0.01)
 
 

@@ -251,9 +251,9 @@ def test_another_error_is_left_as_it_is(fakes: tuple[_Fake, _Fake]) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("http://a:1,b:2", "'b:2' is no URL"),
-        ("http://a:1,", "'' is no URL"),
-        ("http://a:1,http://a:1/v1/", "'http://a:1' stands there twice"),
+        ("http://a:1,b:2", "'b:2' is not a valid URL"),
+        ("http://a:1,", "'' is not a valid URL"),
+        ("http://a:1,http://a:1/v1/", "'http://a:1' is listed twice"),
     ],
 )
 def test_what_is_no_list_of_urls_is_refused(text: str, told: str) -> None:

@@ -1,4 +1,4 @@
-"""Inference engines by name: one file an engine, one row here."""
+"""Inference engines by name: one file per engine, one row here."""
 
 from shakedown.core.errors import UsageError, look_up
 from shakedown.inference.engines.base import (
@@ -45,7 +45,7 @@ def get_token_engine(name: str) -> TokenEngine:
     if not isinstance(engine, TokenEngine):
         able = [each for each, found in ENGINES.items() if isinstance(found, TokenEngine)]
         raise UsageError(
-            f"engine {name} takes no token ids and tells no logprobs",
+            f"engine {name} takes no token ids and returns no logprobs",
             hint=f"set serve.engine to one of: {', '.join(able)}",
         )
     return engine

@@ -1,4 +1,4 @@
-"""What an engine adapter is: pure functions from what is wanted to argv, env and HTTP requests."""
+"""Engine adapters: pure functions from a wanted server or reply to argv, env and HTTP requests."""
 
 import os
 import sys
@@ -26,7 +26,7 @@ _EXTRA_HINT = "leave it out: `serve start` has --host, and takes a key of yours 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a launch command depends on: usable cores, a CUDA device, memory in GiB (0: unknown)."""
+    """The machine of a launch command: usable cores, CUDA device, memory in GiB (0: unknown)."""
 
     cores: int
     cuda: bool
@@ -52,8 +52,8 @@ class LaunchSpec:
     without CUDA; `allocation` is `vllm:d1t2`, cut by the grammar of cluster/allocation.py.
     `logprobs`: `processed` are those of the sampling distribution (what a policy update needs),
     `raw` those of the model before temperature; at temperature 1 both are equal. `prefix` is put
-    before the command: a container or a profiler. `secret`: the file with what every request must
-    carry.
+    before the command: a container or a profiler. `secret`: the file with the key that every
+    request must carry.
     """
 
     model: str
@@ -104,7 +104,7 @@ class ServerLaunch:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a running server can do. `messages`: it speaks Anthropic's /v1/messages too."""
+    """Capabilities of a running server. `messages`: it has Anthropic's /v1/messages too."""
 
     token_ids: bool
     logprobs: bool
@@ -137,7 +137,7 @@ class GenerationRequest:
 class Completion:
     """One continuation.
 
-    `logprobs` are natural logarithms, one a token; the end-of-sequence token counts as sampled.
+    `logprobs` are natural logarithms, one per token; the end-of-sequence token counts as sampled.
     `finish` is `stop` or `length`, or `abort` when it was interrupted; `cached_tokens` says how
     many prompt tokens came from the prefix cache (None: the engine does not tell).
     """
@@ -212,11 +212,11 @@ class TokenEngine(InferenceEngine):
 
     @abstractmethod
     def update_fault(self, request: Request, reply: Any) -> str:
-        """What went wrong in the reply to one request of `update_weights`; empty when nothing."""
+        """The fault in the reply to one request of `update_weights`; empty when there is none."""
 
 
 def guarded_module(spec: LaunchSpec, module: str) -> list[str]:
-    """The begin of a command that runs an engine's module behind the server's secret.
+    """The start of a command that runs an engine's module behind the server's secret.
 
     Raises:
         UsageError: it would listen on every address, or be given a key, which `ps` shows.
@@ -242,7 +242,7 @@ def malformed(engine: str, what: str, reply: Any) -> ServerError:
 
 
 def engine_environment(spec: LaunchSpec) -> dict[str, str]:
-    """What holds for every engine.
+    """Environment variables of every engine.
 
     A local model needs no hub; asking it would only fail on nodes without a network. A server's
     processes are on one node: their collectives, which ask nobody for a secret, listen there.

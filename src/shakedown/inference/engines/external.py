@@ -1,4 +1,4 @@
-"""A server of somebody else that speaks OpenAI's protocol and no more: never started here.
+"""Somebody else's server that speaks OpenAI's protocol only: never started here.
 
 One that gives token ids and log-probabilities too is used by vLLM's or SGLang's own adapter
 (inference/external.py).

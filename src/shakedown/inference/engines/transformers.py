@@ -1,7 +1,7 @@
 """`transformers serve`: light, starts in seconds, good for checking agents; no log-probabilities.
 
-It accepts `logprobs` and drops it without a word, so this is no TokenEngine: what needs token ids
-or logprobs is refused before it asks.
+It accepts `logprobs` and silently drops it, so this is not a TokenEngine: callers that need token
+ids or logprobs are refused beforehand.
 """
 
 from types import MappingProxyType

@@ -158,8 +158,8 @@ class VllmEngine(TokenEngine):
         if request.path == _RESET:
             done = isinstance(reply, dict) and reply.get("success")
             return "" if done else "the prefix cache was not reset: requests still hold blocks"
-        # One result a worker: with tensor parallelism each loads its own part and may fail alone.
-        # Of data-parallel replicas all load, and the first one's results alone are told.
+        # One result per worker: with tensor parallelism each loads its own part and may fail alone.
+        # All data-parallel replicas load, but only the first one's results are returned.
         results = reply.get("results") if isinstance(reply, dict) else None
         if not results or not all(isinstance(each, dict) for each in results):
             return f"the workers did not say what they loaded: {str(reply)[:200]}"
