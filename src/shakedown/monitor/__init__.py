@@ -1,1 +1,1 @@
-"""Beside a running job: heartbeats, the watch over them, dumps on a signal, collection."""
+"""Monitoring of a running job: heartbeats, the watch over them, dumps on a signal, collection."""

@@ -1,4 +1,4 @@
-"""What a rank of a foreign trainer prepares at `debug: info` and above, as `hook` does for ours.
+"""The hook of a foreign trainer's rank at `debug: info` and above, as `hook` is for ours.
 
 Run by every Python process of the stage when it starts (core/python_startup.py), in an environment
 that need not have this package: the standard library alone. A process without RANK is left alone.
@@ -43,7 +43,7 @@ def install() -> None:
 
 
 def _answer(folder: str, name: str) -> None:
-    """Poll for a request that is newer than the last one answered, for ever."""
+    """Poll forever for a request that is newer than the last one answered."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     request = os.path.join(folder, "REQUEST")
     seen, told = _stamp(request), False

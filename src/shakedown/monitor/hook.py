@@ -1,4 +1,4 @@
-"""What a rank prepares so that it can be asked where it stands, even blocked in a collective.
+"""The hook of a rank: answers where it stands, even while blocked in a collective.
 
 SIGUSR1 makes faulthandler write all stacks; a request file makes a thread write the Flight
 Recorder. Both work while the main thread waits inside a collective, which releases the GIL.
@@ -94,7 +94,7 @@ def request(evidence: Path, token: str = "") -> None:
 
 
 def leave_dump(rank: int, evidence: Path, role: str = "trainer") -> None:
-    """For a rank that an exception ends: its Flight Recorder as JSON, where none is there yet.
+    """Write the Flight Recorder of a rank that an exception ends, unless a dump exists.
 
     A dump that is there was written while the process stood: it is the better one.
     """
@@ -110,7 +110,7 @@ def leave_dump(rank: int, evidence: Path, role: str = "trainer") -> None:
 
 
 def _answer(evidence: Path, name: str) -> None:
-    """Poll for a request that is newer than the last one answered, for ever."""
+    """Poll forever for a request that is newer than the last one answered."""
     seen, aborted = _stamp(evidence), False
     # Tells a collector that this process can answer; without it nobody waits for the answer. Set
     # through /proc, as Python itself names threads to the kernel only from 3.14 on.

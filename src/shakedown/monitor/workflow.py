@@ -1,7 +1,7 @@
-"""Who runs a run's workflow, and the Slurm jobs that it has submitted.
+"""The process of a run's workflow, and the Slurm jobs that it has submitted.
 
 The Snakefile writes `workflow.json` as a workflow begins; the executor keeps a journal of its jobs
-in the folder that is named there (executor/docs/further.md tells its form).
+in the folder that is named there (executor/docs/further.md describes its form).
 """
 
 import os
@@ -42,7 +42,7 @@ class WorkflowRun:
 
     @classmethod
     def here(cls, jobs: str, command: ProgramCall | None = None) -> Self:
-        """This process, with the executor's folder as it was given."""
+        """The record of this process, with the executor's folder as it was given."""
         own = Recorded.of(os.getpid())
         folder = Path.cwd()
         place = (str(folder), str(folder / jobs), node_name())
@@ -60,10 +60,10 @@ class WorkflowRun:
 
 
 def read_workflow(path: Path) -> WorkflowRun | None:
-    """None when no workflow has begun here since `workflow.json` is written.
+    """The workflow's record; None when no workflow has begun here.
 
     Raises:
-        UsageError: it is no such file. It is only shown: whoever wrote it.
+        UsageError: it is not such a file. It is only displayed, so its owner does not matter.
     """
     if not path.exists():
         return None
@@ -71,7 +71,7 @@ def read_workflow(path: Path) -> WorkflowRun | None:
     try:
         return json_as(WorkflowRun, body, unknown="ignore")
     except ValueError as error:
-        raise UsageError(f"{path} is no record of a workflow: {error}") from error
+        raise UsageError(f"{path} is not a workflow record: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def noted_jobs(
     """The newest job of each step of the run in `run`, out of the executor's journals in `jobs`.
 
     Args:
-        damage: is told of each journal in which other things stand.
+        damage: is called for each journal with other content.
 
     Raises:
         OSError: a journal cannot be read.
@@ -136,7 +136,7 @@ def _changed(found: dict[str, NotedJob], jobs: list[NotedJob], **changes: str) -
 
 
 def _journals(jobs: Path) -> list[Path]:
-    """The newest last: their folders' names begin with the time."""
+    """The journals, newest last: their folders' names begin with the time."""
     try:
         runs = sorted(os.listdir(jobs))[-_MOST_JOURNALS:]
     except FileNotFoundError:  # nothing was submitted

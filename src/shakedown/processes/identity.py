@@ -14,7 +14,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """Changes at every start of the machine; its name where the kernel does not show it."""
+    """The id of this boot; the machine's name where the kernel does not show one."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:  # not every container shows it
@@ -57,7 +57,7 @@ class Recorded:
 
     @property
     def found(self) -> Process | None:
-        """It, also as a zombie; None when it is gone or ran before the machine's last start."""
+        """The process, even as a zombie; None when it is gone or ran before the last boot."""
         # Empty and 0 are what a record says of a process that was never started.
         if self.pid <= 0 or not self.boot or self.boot != boot_id():
             return None

@@ -1,6 +1,6 @@
 """Follows signs over time and says whether a job moves: of components that beat, or of processes.
 
-Who asks once, of files, compares the age of the last sign with `Patience.of` itself.
+A caller that asks once compares the age of the last sign with `Patience.of` itself.
 """
 
 from collections import deque
@@ -17,12 +17,12 @@ MoveState = Literal["moves", "waits", "still"]
 # Without any sign of life; with nothing but CPU time; with all but output.
 Lack = Literal["", "still", "busy", "unprinted"]
 ComponentKey = tuple[str, int]  # role, rank
-_PRINTS = 3  # so many times it has printed before its silence means anything
+_PRINTS = 3  # times it has to print before its silence means anything
 
 
 @dataclass(frozen=True)
 class StillComponent:
-    """Who stands still: `since` in the caller's clock, `seconds` until now."""
+    """A component that stands still: `since` in the caller's clock, `seconds` until now."""
 
     role: str
     rank: int

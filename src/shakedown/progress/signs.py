@@ -65,7 +65,7 @@ class Beat:
 
     @property
     def progress(self) -> tuple[object, ...]:
-        """What differs in a later beat once the component has moved.
+        """The values that differ in a later beat once the component has moved.
 
         With the process id: a restarted component has moved, even to an earlier step.
         """
@@ -75,7 +75,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Activity:
-    """What a process has done since it began: two of these tell whether it stands still.
+    """The activity of a process since it began: two of these show whether it stands still.
 
     `at`: Unix seconds; `cpu`: seconds of its own and its living descendants' CPU time; `io`:
     bytes that they read and wrote, sockets and pipes included; `output`: how far its stdout and

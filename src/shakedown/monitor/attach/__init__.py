@@ -1,1 +1,1 @@
-"""Watching a job that shakedown did not start: samplers on its nodes, a judge, what to do then."""
+"""Watching a job that shakedown did not start: samplers on its nodes, a judge, actions."""

@@ -1,4 +1,4 @@
-"""What an alarm does: a command, a webhook, scancel. What fails is said, and ends no watch."""
+"""Actions of an alarm: a command, a webhook, scancel. A failed one never ends the watch."""
 
 import hashlib
 import hmac
@@ -27,7 +27,7 @@ _NOTHING: Mapping[str, str] = {}
 
 @dataclass(frozen=True)
 class Alarm:
-    """One stall, as commands and webhooks are told it. `at`: UTC, ISO 8601."""
+    """One stall, as commands and webhooks receive it. `at`: UTC, ISO 8601."""
 
     subject: str
     job: str
@@ -40,7 +40,7 @@ class Alarm:
     at: str
 
     def values(self) -> dict[str, str]:
-        """What the placeholders of a command stand for."""
+        """The values of a command's placeholders."""
         lists = {"ranks": ",".join(map(str, self.ranks)), "nodes": ",".join(self.nodes)}
         return {**{k: v for k, v in asdict(self).items() if isinstance(v, str)}, **lists}
 
@@ -62,14 +62,14 @@ class Webhook:
 
 @dataclass(frozen=True)
 class Actions:
-    """What to do at an alarm. `command`: its words and variables, of the alarm's values."""
+    """The actions of an alarm. `command`: makes words and variables of the alarm's values."""
 
     scancel: bool = False
     command: Callable[[Mapping[str, str]], AlarmCommand] | None = None
     webhook: Webhook | None = field(default=None)
 
     def act(self, alarm: Alarm) -> list[str]:
-        """Do all of it, scancel last; a line for each that says what came of it."""
+        """Take all actions, scancel last; one line per action with its result."""
         said = []
         if self.command is not None:
             said.append(f"command: {run_command(*self.command(alarm.values()))}")
@@ -129,7 +129,7 @@ def signature(secret: bytes, body: bytes) -> str:
 
 
 def post(webhook: Webhook, alarm: Alarm) -> str:
-    """POST the alarm as JSON; returns what came of it. Bounded in time, no redirect is followed."""
+    """POST the alarm as JSON; returns the result. Bounded in time, no redirect is followed."""
     body = json.dumps({"schema": SCHEMA, **asdict(alarm)}).encode()
     headers = {"Content-Type": "application/json", "User-Agent": "shakedown"}
     try:
@@ -169,7 +169,7 @@ def _is_here(host: str) -> bool:
 
 
 def run_command(words: Sequence[str], more: Mapping[str, str] = _NOTHING) -> str:
-    """Run it without a shell, with `more` variables; what came of it, with its last line."""
+    """Run it without a shell, with `more` variables; returns the result, with its last line."""
     try:
         done = subprocess.run(
             words,

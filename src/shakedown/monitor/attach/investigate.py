@@ -1,6 +1,6 @@
-"""A suspicion looked into: evidence is collected and diagnosed, by our own commands.
+"""Investigate a suspicion: collect evidence and diagnose it, by our own commands.
 
-As processes of their own they are bounded, and what goes wrong in them ends no watch.
+As separate processes they are bounded, and their failures do not end the watch.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ Unseen = tuple[WatchedProcess, bool]  # as it was last, and whether it is gone: 
 
 @dataclass(frozen=True)
 class Investigation:
-    """What the diagnosis says; `state`: hung, slow, healthy, exited or unknown."""
+    """The diagnosis of a suspicion; `state`: hung, slow, healthy, exited or unknown."""
 
     state: str
     cause: str
@@ -60,7 +60,7 @@ def investigate(
         unseen: processes that no collector can see.
 
     Raises:
-        CannotJudgeError: no diagnosis came of it, with the reason.
+        CannotJudgeError: there is no diagnosis, with the reason.
     """
     folder = StagePaths(_new_folder(out.absolute()))
     evidence = AttemptPaths(folder.root).evidence
@@ -108,7 +108,7 @@ def _found(folder: StagePaths, said: str) -> Investigation:
 
 
 def _run(command: Sequence[str], log: Path, seconds: float) -> str:
-    """Run one of our commands; its last words, that speak of an error where there is any."""
+    """Run one of our commands; returns its last line, of an error if there is any."""
     with os.fdopen(open_own(log, os.O_WRONLY), "wb") as stream:
         process = subprocess.Popen(
             command,
@@ -126,7 +126,7 @@ def _run(command: Sequence[str], log: Path, seconds: float) -> str:
 
 
 def _add_unseen(unseen: Mapping[ProcessKey, Unseen], evidence: Path) -> None:
-    """As a collector writes down a rank without a process, and one that it could not look at."""
+    """Write down ranks without a process and unreachable ones, as a collector does."""
     by_host: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for (host, name), (process, gone) in sorted(unseen.items()):
         row = {"name": name, "pid": process.pid, "role": "trainer", "rank": process.rank}
@@ -139,7 +139,7 @@ def _add_unseen(unseen: Mapping[ProcessKey, Unseen], evidence: Path) -> None:
 
 
 def _add_wait(judgement: Judgement, label: str, evidence: Path) -> None:
-    """Two samples cannot tell a long step from a hang; whoever watched for long can."""
+    """Write down how long the watch saw no sign of life: two samples cannot show a hang."""
     sentence = f"nothing was printed, read or written for {judgement.quiet:.0f} s"
     outcome = Outcome(label, 1, "hung", sentence, seconds=round(judgement.quiet, 1))
     outcome.write(AttemptPaths(evidence).outcome)

@@ -1,6 +1,6 @@
 """Decides from looks at processes whether a job moves. Pure: the caller supplies the clock.
 
-A suspicion is no verdict: it says when to look at stacks.
+A suspicion is not a verdict: it says when to look at stacks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,10 +21,10 @@ _LISTED = 4
 
 @dataclass(frozen=True)
 class Judgement:
-    """`quiet`: seconds since the last output, read or write; `names`: whom the suspicion is about.
+    """`quiet`: seconds since the last output, read or write; `names`: the suspects.
 
-    `waited`: nothing happened for longer than a stage of ours may stand still, so that a process
-    that computes is no sign of life either.
+    `waited`: nothing happened for longer than one of our own stages may stand still, so even a
+    computing process is not a sign of life.
     """
 
     state: JudgedState
@@ -36,8 +36,8 @@ class Judgement:
 
 
 class Judge:
-    """Follows the processes of one job. Of who stops or is gone only ranks count, where there are
-    any; a sign of life is anybody's.
+    """Follows the processes of one job. If there are ranks, only they count as stopped or gone; a
+    sign of life may come from any process.
     """
 
     def __init__(self, patience: Patience) -> None:
@@ -87,9 +87,9 @@ class Judge:
         return any(kind in ("stopped", "held") for kind, _ in self._accepted)
 
     def accept(self, judgement: Judgement, now: float) -> None:
-        """The suspicion was looked into: it is not raised again for the same processes.
+        """Accept the investigated suspicion: it is not raised again for the same processes.
 
-        What the look itself made a process write counts as no movement.
+        Output that the investigation itself caused does not count as movement.
         """
         self._accepted |= {(judgement.kind, key) for key in judgement.names}
         if judgement.kind == "gone":
@@ -99,7 +99,7 @@ class Judge:
         self._answered = dict.fromkeys(self._answered, now)
 
     def _none(self, others: int, now: float) -> Judgement:
-        """No process is there, not yet or no more; or `others` that are no ranks, as a launcher."""
+        """Judge a look without processes, or with `others` that are not ranks, as a launcher."""
         self._life.hold(now)
         if not self._world:
             return Judgement("waiting", sentence="no process of it is there yet")
@@ -117,7 +117,7 @@ class Judge:
         return Judgement("ended", sentence=words)
 
     def _follow(self, processes: Mapping[ProcessKey, WatchedProcess], now: float) -> None:
-        """What has happened since the last look."""
+        """Take in the changes since the last look."""
         signs = {sign for key, process in processes.items() for sign in self._signs(key, process)}
         first, self._baseline = self._baseline, False
         if signs or not first:  # at first there is nothing to compare with
@@ -138,7 +138,7 @@ class Judge:
     def _doubts(
         self, processes: Mapping[ProcessKey, WatchedProcess], seen: Mapping[str, Look]
     ) -> set[tuple[SuspicionKind, ProcessKey]]:
-        """What one look alone shows, and a second one has to confirm."""
+        """Suspicions of one look, which a second one has to confirm."""
         found: set[tuple[SuspicionKind, ProcessKey]] = set()
         counting = _with_rank(processes) if self._ranked else processes
         for key, process in counting.items():
@@ -158,7 +158,7 @@ class Judge:
     def _remember(
         self, processes: Mapping[ProcessKey, WatchedProcess], seen: Mapping[str, Look], now: float
     ) -> None:
-        """A process that is gone is kept until that was looked into."""
+        """Remember the processes; one that is gone is kept until that was investigated."""
         kept = _with_rank(self._world) if self._ranked else self._world
         self._world = {**kept, **processes}
         self._answered |= dict.fromkeys(seen, now)
@@ -169,7 +169,7 @@ class Judge:
         looks: Mapping[str, Look | None],
         now: float,
     ) -> Judgement | None:
-        """At once: what needs no patience."""
+        """The suspicion that needs no patience, if there is one."""
         new = confirmed - self._accepted
         words: tuple[tuple[SuspicionKind, str], ...] = (
             ("gone", "gone, and the others are there"),

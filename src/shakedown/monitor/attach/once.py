@@ -1,7 +1,7 @@
 """One round of the watch in one line, as Nagios and its successors read it.
 
 Their plugins exit with 0 OK, 1 WARNING, 2 CRITICAL and 3 UNKNOWN (Nagios Plugin Development
-Guidelines), where 2 is a usage error of every other command of ours.
+Guidelines), whereas 2 is a usage error in all our other commands.
 """
 
 import re
@@ -34,7 +34,7 @@ _LONGEST = 400  # characters: Nagios' first line is short
 
 @dataclass(frozen=True)
 class PluginAnswer:
-    """One word, one sentence, numbers by name."""
+    """The answer of a plugin: one word, one sentence, numbers by name."""
 
     word: Word
     sentence: str

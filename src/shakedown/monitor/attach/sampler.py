@@ -1,7 +1,7 @@
-"""One node's sampler: asked by a line on standard input, it answers with a look, as a JSON line.
+"""One node's sampler: a line on standard input asks it, and it answers with a look, as JSON.
 
-It reads /proc alone: no process is stopped or signalled. It ends with its standard input, and when
-nobody asks for `--idle` seconds: a watch that was killed or frozen leaves nothing behind.
+It reads /proc only: no process is stopped or signalled. It ends with its standard input, and after
+`--idle` seconds without a question: a watch that was killed or frozen leaves nothing behind.
 """
 
 import argparse
@@ -31,7 +31,7 @@ _SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 @dataclass(frozen=True)
 class WatchedProcess:
-    """One process at one moment; `began` tells it from a later one of the same id.
+    """One process at one moment; `began` distinguishes it from a later one of the same id.
 
     `state`: as in proc(5). `activity`: none of a launcher beside its ranks: its store is asked
     every few seconds, also while they hang.
@@ -47,7 +47,7 @@ class WatchedProcess:
 
 @dataclass(frozen=True)
 class Look:
-    """What a sampler saw of its node when it was asked for the `number`-th time.
+    """A sampler's view of its node in answer to question `number`.
 
     `cost`: seconds of CPU that the look took; `absent`: ranks that
     should run here and do not; `lacks`: what it may not do, and what would allow it; `error`: why
@@ -64,7 +64,7 @@ class Look:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Answer until nobody asks any more."""
+    """Answer until no more questions come."""
     parser = argparse.ArgumentParser(prog="shakedown.monitor.attach.sampler")
     parser.add_argument("--job")
     parser.add_argument("--match")
@@ -136,7 +136,7 @@ def _lacks(targets: Sequence[Target]) -> list[str]:
 def lacking(
     *, pyspy: bool, traces: bool, contained: bool, scope: str, hidden: Sequence[str]
 ) -> list[str]:
-    """What reading stacks would lack here, and what would give it.
+    """Permissions that reading stacks would lack here, and how to grant them.
 
     Args:
         traces: whether this process has SYS_PTRACE.

@@ -1,4 +1,4 @@
-"""Samplers on all nodes of a job, by one srun, an ssh a host or a process here: asked, they answer.
+"""Samplers on all nodes of a job, by one srun, one ssh per host or a process here.
 
 They are started once and live as long as the watch: a start costs more than a thousand looks.
 """
@@ -98,16 +98,16 @@ class Samplers:
 
     @property
     def lost(self) -> list[tuple[Sequence[str], str]]:
-        """Of each program that has ended: its hosts, and the last words that it said."""
+        """Each program that has ended: its hosts, and its last output."""
         ended = [r for r in self._running if r.process.poll() is not None]
         return [(r.start.hosts, r.said()) for r in ended]
 
     def said(self) -> list[str]:
-        """The last words of each program that has said any."""
+        """The last output of each program that has any."""
         return [words for running in self._running if (words := running.said())]
 
     def close(self) -> None:
-        """A sampler ends with its standard input."""
+        """End the samplers, by closing their standard input."""
         for running in self._running:
             running.hush()
         for running in self._running:
@@ -141,7 +141,7 @@ class _Running:
             os.set_blocking(stream.fileno(), False)
 
     def ask(self, number: int) -> bool:
-        """False where it has ended; one that does not read is told nothing."""
+        """Ask it; False where it has ended. One that does not read is not asked."""
         try:
             os.write(self._input.fileno(), b"%d\n" % number)
         except BlockingIOError:
@@ -163,7 +163,7 @@ class _Running:
         return looks, not given
 
     def _look(self, line: bytes) -> Look | None:
-        """None for what is none: a login shell's greeting, srun's own words."""
+        """The look in a line; None for others: a login shell's greeting, srun's own messages."""
         try:
             body = json.loads(line)
             if not isinstance(body, dict) or body.pop("schema", None) != SCHEMA:

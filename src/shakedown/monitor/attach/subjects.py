@@ -1,4 +1,4 @@
-"""What is watched: a Slurm job, or processes by their command line, here or on hosts by ssh."""
+"""Subjects of a watch: a Slurm job, or processes by command line, here or on hosts by ssh."""
 
 import os
 import pwd
@@ -34,18 +34,18 @@ class JobPhase:
 
 
 class Subject(Protocol):
-    """What a watch needs to know of what it watches."""
+    """The interface of a subject of the watch."""
 
     @property
     def label(self) -> str: ...
 
     @property
     def job_id(self) -> str:
-        """Of Slurm; empty where it is no job's."""
+        """The job's id; empty where there is no Slurm job."""
         ...
 
     def phase(self) -> JobPhase:
-        """Ask Slurm, where it is a job's."""
+        """Ask Slurm if there is a job."""
         ...
 
     def starts(self, idle: float) -> list[Start]:
@@ -57,13 +57,13 @@ class Subject(Protocol):
         ...
 
     def missing(self) -> str:
-        """Why nothing may be found: whose it is instead; empty where nothing tells."""
+        """Why nothing may be found, such as another user's job; empty where it is not known."""
         ...
 
 
 @dataclass
 class SlurmJob:
-    """A job of this user. What is not given is known once Slurm was asked."""
+    """A job of this user. The other fields are known once Slurm was asked."""
 
     given: str
     parts: list[StepNodes] = field(default_factory=list)
@@ -78,7 +78,7 @@ class SlurmJob:
         described, text, lost = describe(self.given)
         state = described.get("JobState", "")
         if not state:
-            return JobPhase("unknown", lost or "Slurm does not know it")
+            return JobPhase("unknown", lost or "Slurm does not know the job")
         # An array task such as 1234_5 has a job id of its own, its processes' SLURM_JOB_ID.
         self.job_id = described.get("JobId", self.given)
         self.owner = described.get("UserId", "").partition("(")[0]  # root(0)

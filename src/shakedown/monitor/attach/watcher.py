@@ -1,4 +1,4 @@
-"""The watch: asks for looks, has suspicions looked into, and says what it finds, a line each."""
+"""The watch: asks for looks, has suspicions investigated, and prints one line per finding."""
 
 import time
 from collections import defaultdict
@@ -79,7 +79,7 @@ class Watcher:
             phase = self._subject.phase()
 
     def _start_again(self) -> None:
-        """It runs elsewhere next time, and had no chance to move until then."""
+        """Forget the samplers: the job will run elsewhere, and could not move meanwhile."""
         self._judge = Judge(self._options.patience)
         self._gone, self._there, self._alarmed = {}, {}, None
         self._not_before, self._pause = 0.0, _FIRST_PAUSE
@@ -129,7 +129,7 @@ class Watcher:
         return min(CONFIRM_SECONDS, usual) if self._judge.doubts else usual
 
     def _asked(self) -> JobPhase:
-        """What Slurm says; one that does not answer has said nothing new."""
+        """The phase that Slurm reports; no answer means no change."""
         phase = self._subject.phase()
         return JobPhase("runs") if phase.state == "unknown" else phase
 
@@ -163,7 +163,7 @@ class Watcher:
         return ExitCode.FAIL if held else ExitCode.OK
 
     def _over(self, phase: JobPhase) -> ExitCode:
-        """Of a job that ended badly its logs may tell why."""
+        """Report the end; the logs of a job that ended badly may say why."""
         if phase.good:
             self._say(f"{self._subject.label}: ended: {phase.says}")
             return ExitCode.OK
@@ -189,7 +189,7 @@ class Watcher:
     # --- suspicions
 
     def _is_due(self, judgement: Judgement) -> bool:
-        """One alarm for one stall; a suspicion that was none is raised again after a pause."""
+        """Whether to investigate: one alarm per stall; a false suspicion again after a pause."""
         if self._alarmed is not None and judgement.kind not in _AT_ONCE:
             return False
         return judgement.kind in _AT_ONCE or time.monotonic() >= self._not_before
@@ -242,7 +242,7 @@ class Watcher:
     # --- lines
 
     def _tell(self, what: str, text: str) -> None:
-        """Once, until it changes."""
+        """Print a line once, until it changes."""
         if self._told.get(what) != text:
             self._told[what] = text
             self._say(f"{self._subject.label}: {text}")
@@ -276,7 +276,7 @@ def line(found: Investigation) -> str:
 
 
 def alarm_of(subject: Subject, found: Investigation) -> Alarm:
-    """What commands and webhooks are told."""
+    """The alarm for commands and webhooks."""
     return Alarm(
         subject=subject.label,
         job=subject.job_id,

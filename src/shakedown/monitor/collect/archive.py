@@ -1,7 +1,7 @@
 """A folder of evidence as a tar archive on a stream: from a host that shares no folder with us.
 
-What another host sends is hostile: plain files alone are taken, each written whole below the
-folder that was meant for them, within limits of size and number.
+Another host's archive is hostile input: only plain files are taken, each written whole below the
+intended folder, within limits of size and number.
 """
 
 import io
@@ -20,7 +20,7 @@ _MAX_FOLDERS = 12
 def pack(folder: Path, stream: IO[bytes]) -> None:
     """Write every file below `folder`; names and content, no owners, modes or links.
 
-    The table that names the others comes last: who has it has them all.
+    The table that names the others comes last: whoever has it has them all.
     """
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     paths.sort(key=lambda path: path.match("collected-*.json"))

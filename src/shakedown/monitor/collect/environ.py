@@ -1,8 +1,8 @@
 """The environment of a process as it is now, not as it was when its program started.
 
-`/proc/PID/environ` keeps what execve(2) was given. What a program sets later, as an actor does that
-learns its rank from its driver, stands in the C library's variable `environ` alone. It is read from
-the process's memory (/proc/PID/mem), which needs the permission that py-spy needs.
+`/proc/PID/environ` keeps the environment of execve(2). Later changes, such as the rank that an
+actor gets from its driver, are in the C library's variable `environ` alone. It is read from the
+process's memory (/proc/PID/mem), which needs the same permission as py-spy.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ class _Variable(NamedTuple):
 
 @lru_cache(64)
 def _variable(path: Path, _inode: tuple[int, int]) -> _Variable | None:
-    """By the file's table of dynamic symbols; None where it does not define the variable."""
+    """The variable in the file's dynamic symbols; None where the file does not define it."""
     with path.open("rb") as stream:
         head = struct.unpack(_HEAD, stream.read(struct.calcsize(_HEAD)))
         if head[0][:6] != b"\x7fELF\x02\x01":

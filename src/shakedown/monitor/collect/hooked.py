@@ -1,7 +1,7 @@
 """Processes that loaded our hook write their stacks and Flight Recorder themselves.
 
-The hook's own open file tells that it is loaded, where it writes and which rank it is; nothing
-is sent to a process without it: another program's SIGUSR1 may mean anything.
+The hook's own open file shows that it is loaded, where it writes and which rank it is; a process
+without it is never signalled: SIGUSR1 may mean anything to another program.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class Hook:
 
 
 def find(pid: int) -> Hook | None:
-    """The hook of a process, or None. A forked child holds its parent's file: it has no own."""
+    """The hook of a process, or None. A forked child has its parent's file, and no own hook."""
     folder = f"/proc/{pid}/fd"
     process = look(pid)  # before its files: they are this process's or, later, nobody's
     try:
@@ -73,7 +73,7 @@ def find(pid: int) -> Hook | None:
 
 
 def find_by_file(pid: int, name: str, evidence: Path) -> Hook | None:
-    """The same for a process whose open files we may not see: by the file that its hook made.
+    """As `find`, for a process whose open files we may not see: by the file that its hook made.
 
     The process may still have got its id from the system after the hook's own process ended, so
     its handler of SIGUSR1 is looked at before it is signalled. A file that another user made says
@@ -120,8 +120,8 @@ class Stacks:
         return _wait(asked), lost
 
     def clear(self, out: Path) -> None:
-        """Empty the files below `out` of which every byte was copied: read twice, they would
-        count as further moments."""
+        """Empty the files below `out` that were copied completely: read twice, they would count as
+        further moments."""
         for found in self._hooks:
             with contextlib.suppress(OSError):
                 if self._first.get(found.pid) == 0 and found.evidence.samefile(out):
@@ -152,7 +152,7 @@ def _wait(asked: Mapping[int, tuple[Hook, int]]) -> dict[int, bytes]:
 
 
 def _dump_after(stream: Path, offset: int) -> bytes:
-    """What was written after `offset`, when it is a whole dump; else nothing."""
+    """The dump that was written after `offset`; empty unless it is a whole one."""
     try:
         if stream.stat().st_size <= offset:
             return b""
@@ -180,7 +180,7 @@ def request_recorders(hooks: Sequence[Hook]) -> tuple[float, list[str]]:
 
 
 def _distinct(folders: set[Path]) -> list[Path]:
-    """Several ranks of a container have one folder by several paths: one request is enough."""
+    """The folders, each once: ranks of a container have the same one under several paths."""
     found: list[Path] = []
     for folder in sorted(folders):
         with contextlib.suppress(OSError):

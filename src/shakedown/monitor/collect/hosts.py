@@ -1,8 +1,8 @@
 """Collect from hosts without Slurm: the collector runs on each by ssh, its evidence comes back.
 
 No folder need be shared: a host's collector writes an archive to its standard output, and its
-files stand in a folder of the host's name. A host that does not answer stops no other one and is
-no dead one: how it was missed is written down, apart from what is read as evidence.
+files are in a folder of the host's name. A host that does not answer does not stop the others and
+is not taken for dead: why it was missed is written down, apart from the evidence.
 """
 
 import re
@@ -28,7 +28,7 @@ from shakedown.slurm.hostlist import expand_nodelist
 
 MOST_HOSTS = 64  # at once: samples of one moment tell more, and an ssh takes 10 MB
 CONNECT_SECONDS = 10
-# What a login shell's own files print goes before the archive.
+# Output of a login shell's own files comes before the archive.
 _MARK = "shakedown evidence follows"
 _MOST_NOISE = 1000  # lines
 _OPTIONS = {
@@ -49,7 +49,7 @@ _LINE = re.compile(r"(\S+)(?:\s+\w+=\S*)*")
 
 
 def parse_hosts(text: str) -> list[str]:
-    """`n1,n2`, `n[1-4]`, or `@FILE`, a host a line; `#` begins a comment. Each host once.
+    """The hosts of `n1,n2`, `n[1-4]`, or `@FILE`: one per line, `#` begins a comment.
 
     Raises:
         UsageError: no host, or one whose name could be anything else in a command.
@@ -61,8 +61,8 @@ def parse_hosts(text: str) -> list[str]:
         why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise UsageError(
             f"--hosts {text[:80]!r}: {why}",
-            hint="--hosts n1,n2 or --hosts @FILE, a host a line; users, ports and addresses "
-            "belong into ~/.ssh/config",
+            hint="--hosts n1,n2 or --hosts @FILE, one host per line; users, ports and addresses "
+            "belong in ~/.ssh/config",
         ) from error
     if not names:
         raise UsageError(f"--hosts {text[:80]!r}: no host", hint="--hosts n1,n2")
@@ -121,14 +121,14 @@ def collect_hosts(
 
 
 def ssh_argv(host: str, command: str) -> list[str]:
-    """One argument for the command: ssh would join several by blanks, for a shell to part again."""
+    """The argv of ssh, with the command as one argument: ssh would join several by blanks."""
     options = [f"-o{name}={value}" for name, value in _OPTIONS.items()]
     return ["ssh", "-T", *options, "--", host, command]
 
 
 @dataclass(frozen=True)
 class _HostAnswer:
-    """What a host gave: read, or why not; its collector's own table, if it came."""
+    """The result of a host: read, or why not; its collector's own table, if it came."""
 
     said: str
     tables: list[dict[str, object]] = field(default_factory=list)
@@ -162,7 +162,7 @@ def _collect(host: str, command: str, out: Path, limit: float) -> _HostAnswer:
 
 
 def _receive(process: subprocess.Popen[bytes], writer: Writer) -> str:
-    """Write what the host sends; what was wrong with it."""
+    """Write what the host sends; returns the fault in it, or empty."""
     with cast("IO[bytes]", process.stdout) as stream:
         try:
             for _ in range(_MOST_NOISE):

@@ -1,4 +1,4 @@
-"""Containers: the process ids and paths that a process inside one knows, and what we see from here.
+"""Containers: the process ids and paths that a process inside one knows, and ours for the same.
 
 A container has a space of its own of process ids, and mostly its own files. Its processes have ids
 on the host too; their logs, heartbeats and dumps name those that they know themselves.
@@ -23,7 +23,7 @@ def contained() -> bool:
 
 
 def inner_pid(pid: int) -> int | None:
-    """The process's id in its own container; None where that is the same, or nobody tells."""
+    """The process's id in its own container; None where that is the same, or not known."""
     inner = proc.status(pid, "NSpid").split()[-1:]
     return int(inner[0]) if inner and inner[0] != str(pid) else None
 

@@ -29,7 +29,7 @@ _GONE: dict[str, object] = {"state": "X", "wchan": "", "threads": []}
 
 @dataclass
 class TargetReport:
-    """What was found of one process: states by round, and what could not be read.
+    """Findings about one process: states by round, and what could not be read.
 
     `inner_pid`: its id in its own container, None where that is `pid`. `world`: as a Target's.
     """
@@ -108,7 +108,7 @@ def collect_local(
 
 
 def collect_cluster(address: str, out: Path) -> None:
-    """What the Ray cluster at `address` knows of a job that has ended; nothing is raised."""
+    """Collect the Ray cluster's view of a job that has ended, from `address`; never raises."""
     writer = Writer(out)
     job = functools.partial(node.ask, "ray", {"ray": functools.partial(ray.query, (), address)})
     (given,) = run_bounded([job], 1, SOURCE_SECONDS)
@@ -143,7 +143,7 @@ class _Collection:
             self.writer.missed.append(f"{twice} components share a process with another one")
 
     def beats(self, folder: Path, number: int) -> None:
-        """Named by host: collectors of several nodes write into one folder."""
+        """Write the beats, named by host: collectors of several nodes write into one folder."""
         reading = read_beats(folder)
         self.writer.missed += [reading.missed] if reading.missed else []
         if reading.beats:
@@ -151,7 +151,7 @@ class _Collection:
             self.writer.json(NAMES.beats(number, self._label), body)
 
     def stacks(self, number: int) -> None:
-        """States first, which touch nobody; own dumps; then py-spy."""
+        """One round: states first, which affect no process; then own dumps; then py-spy."""
         states = {t.pid: proc.read_state(t.pid) for t in self._targets}
         for target in self._targets:
             row = self._rows[target.pid]
@@ -175,7 +175,7 @@ class _Collection:
         self._pyspy(number, [t for t in living if t.pid not in told or self._strays(t)], states)
 
     def _strays(self, target: Target) -> bool:
-        """Whether Python children of it are no targets: py-spy reads both."""
+        """Whether it has Python children that are not targets: py-spy reads both."""
         own = {t.pid for t in self._targets}
         return any(map(proc.is_python, proc.children(target.pid) - own))
 
@@ -239,7 +239,7 @@ class _Collection:
         return any("/pyspy-" in name for name in sources)
 
     def ask_node(self) -> None:
-        """NCCL RAS, GPUs, Slurm; a driver that never answers is left behind."""
+        """Ask NCCL RAS, GPUs and Slurm; a driver that never answers is abandoned."""
         # RAS of an inference engine has ranks of its own.
         ranks = [r.pid for r in self._rows.values() if r.role == "trainer" and r.rank is not None]
         asks_ras: node.Query = functools.partial(ras.query, ranks)
@@ -265,7 +265,7 @@ class _Collection:
                 self.writer.missed.append(printable(f"logs {folder}: {error.strerror}"))
 
     def _contained_logs(self, folder: Path) -> int:
-        """Those that the targets' containers have at this path; how many of them have it."""
+        """Copy the logs at this path in the targets' containers; returns how many have it."""
         own = [pid for pid in self._rows if not inside.shares_files(pid)]
         with inside.folders(own, folder.absolute()) as found:
             for number, place in enumerate(found):
@@ -280,7 +280,7 @@ class _Collection:
             return len(found)
 
     def output(self) -> None:
-        """What the processes print, where it goes to files; a dead file system holds its reader."""
+        """Copy the processes' output if it goes to files; bounded: file systems may be dead."""
         names = {t.pid: t.file_name for t in self._targets}
         job = functools.partial(logs.copy_output, names, self.writer)
         (given,) = run_bounded([job], 1, SOURCE_SECONDS)
@@ -289,7 +289,7 @@ class _Collection:
             self.writer.missed.append(printable(f"output of the processes: {why}"))
 
     def finish(self, rounds: int, begin: float, absent: Sequence[int]) -> CollectReport:
-        """Write the table last: who finds it finds everything it names."""
+        """Write the table last, so that whoever finds it finds everything it names."""
         writer = self.writer
         self._stacks.clear(writer.out)
         rows = list(self._rows.values())
@@ -307,7 +307,7 @@ class _Collection:
 
 
 def _why(pid: int, said: str) -> str:
-    """What py-spy said, and which permission it lacked."""
+    """The message of py-spy, and the permission that it lacked."""
     hidden = not proc.visible(pid) and proc.read_state(pid).alive
     if not hidden and "ermission" not in said and "permitted" not in said:
         return said
@@ -317,7 +317,7 @@ def _why(pid: int, said: str) -> str:
 
 
 def _label() -> str:
-    """What files of this node are called by: Slurm's name, as several nodes may share a host."""
+    """The name of this node in file names: Slurm's, as several nodes may share a host."""
     name = node_name()
     return name if is_node_name(name) else "this-host"
 

@@ -1,4 +1,4 @@
-"""The ends of logs and of what processes print: what was printed last."""
+"""The ends of logs and of processes' output."""
 
 import os
 import re
@@ -97,8 +97,8 @@ def copy_output(processes: Mapping[int, str], writer: Writer) -> int:
 
 
 def _file_of(pid: int, number: int) -> tuple[int, int] | str:
-    """Tells the file of a descriptor from all others: its path may be another file in another
-    container. Empty for a pipe, socket or terminal: those have no end to be read.
+    """The identity of a descriptor's file, whose path may name another file in a container. Empty
+    for a pipe, socket or terminal: those have no end to be read.
     """
     place = Path(f"/proc/{pid}/fd/{number}")
     target = link(str(place))
@@ -112,7 +112,7 @@ def _file_of(pid: int, number: int) -> tuple[int, int] | str:
 
 
 def _end_of(path: Path, *, follow: bool = True) -> bytes:
-    """Opening a pipe would wait for its writer, and a device has no end: files alone are read."""
+    """The end of a regular file alone: opening a pipe would wait, and a device has no end."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     descriptor = os.open(path, flags)
     with os.fdopen(descriptor, "rb") as stream:

@@ -1,4 +1,4 @@
-"""What /proc says about a process: state, kernel wait channel, threads, caught signals."""
+"""Facts of a process in /proc: state, kernel wait channel, threads, caught signals."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from shakedown.processes.guard import look, look_into
 from shakedown.progress.signs import Activity
 
 MAX_THREADS = 64
-# What a process in this state can do: X is gone, Z has ended; T and t are stopped.
+# States of a process that does not run: X is gone, Z has ended; T and t are stopped.
 _ENDED, _STOPPED = "XZ", "Tt"
 _LAUNCH = re.compile(
     r"^(?:\S*python\S* (?:-\w+ )*)?(?:\S*/)?(?:torchrun|accelerate launch|deepspeed)(?: |$)"
@@ -86,7 +86,7 @@ TIMERS = frozenset({"hrtimer_nanosleep", "do_nanosleep", "common_nsleep"})
 
 
 def _descendants(pid: int) -> list[int]:
-    """A data loader's worker works for its rank; bounded, as processes may come and go."""
+    """The descendants of a process, such as its data loader's workers; bounded in number."""
     found: list[int] = []
     left = [pid]
     while left and len(found) < MAX_THREADS:
@@ -114,7 +114,7 @@ def _io(pid: int) -> int:
 
 
 def _output(pid: int) -> int:
-    """How far its stdout and stderr were written. Not by their size: a dead file system keeps
+    """How far its stdout and stderr were written. Not by their size: a dead file system blocks
     whoever asks for it.
     """
     texts = [_read(f"/proc/{pid}/fdinfo/{number}") for number in (1, 2)]
@@ -188,13 +188,13 @@ def visible(pid: int) -> bool:
 
 
 def is_python(pid: int) -> bool:
-    """By the name of its program, which a process cannot rename."""
+    """Whether it runs Python, by the name of its program, which a process cannot rename."""
     program = link(f"/proc/{pid}/exe")
     return _PYTHON.fullmatch(program.rpartition("/")[2]) is not None
 
 
 def link(path: str) -> str:
-    """What a link points to, empty when it cannot be read."""
+    """The target of a link, empty when it cannot be read."""
     try:
         return os.readlink(path)  # noqa: PTH115  # thousands of them: a Path costs more than the call
     except OSError:

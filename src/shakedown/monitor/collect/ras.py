@@ -4,7 +4,7 @@ NCCL's user guide, section RAS, and its src/ras/client_support.cc: a listener on
 (`NCCL_RAS_ADDR` moves it) takes lines; `verbose status` needs no handshake before it, is answered
 as text in parts, and the connection is closed. One rank answers for all of its job. All ranks of a
 node listen on the one port, those of other jobs too, and the kernel gives a connection to any of
-them (SO_REUSEPORT; seen with NCCL 2.31): an answer counts once a rank of this job has taken it up.
+them (SO_REUSEPORT; seen with NCCL 2.31): an answer counts once a rank of this job accepted it.
 """
 
 import os
@@ -78,7 +78,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _answer(connection: socket.socket) -> tuple[str, str]:
-    """What came before the end, the time limit or the size limit; the latter two are missed."""
+    """The answer up to its end, the time limit or the size limit; the latter two are missed."""
     deadline = time.monotonic() + ANSWER_SECONDS
     data, missed = b"", ""
     while not missed:

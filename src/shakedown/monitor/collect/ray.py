@@ -1,4 +1,4 @@
-"""Ray: which of its workers a process is, and what the cluster and its own logs say.
+"""Ray: the worker that a process is, the state of the cluster, and its logs.
 
 Ray names its processes (setproctitle): `ray::PolicyWorker.step` runs a method, `ray::PolicyWorker`
 waits for one, `ray::IDLE` belongs to nobody. A worker's standard error is a file of its own in the
@@ -35,7 +35,7 @@ _OWN = re.compile(
     r"/ray/(?:_private|dashboard|autoscaler|core)/|-m ray\.scripts|(?:^|/)ray start "
     r"|^ray::(?:IDLE|DashboardAgent|RuntimeEnvAgent)\b"
 )
-# What its daemons write of a head that is gone and of a full object store.
+# Log lines of its daemons about a head that is gone and about a full object store.
 _TELLING = re.compile(
     r"(?i:object store is full|out of disk)|OutOfDisk|ObjectStoreFull"
     r"|(?i:failed to connect to gcs|gcs .{0,60}(?:unreachable|unavailable|did not|lost))"
@@ -43,7 +43,7 @@ _TELLING = re.compile(
 
 
 class RayWorker(NamedTuple):
-    """What a Ray process hosts. `rank`: of its `__repr__`, None where that has none."""
+    """The actor or task of a Ray process. `rank`: of its `__repr__`, None where that has none."""
 
     role: str
     name: str
@@ -51,7 +51,7 @@ class RayWorker(NamedTuple):
 
 
 def worker_of(pid: int) -> RayWorker | None:
-    """The actor or task of a process; None of one that is no worker, or has nothing to do."""
+    """The actor or task of a process; None if it is not a worker, or has nothing to do."""
     title = proc.command(pid)
     if not title.startswith("ray::"):
         return None
@@ -72,7 +72,7 @@ def is_own(pid: int, command: str) -> bool:
 
 
 def _begin_of(pid: int) -> str:
-    """Of what it prints to, where that is a file: reading a pipe would take its reader's words."""
+    """The start of its standard error if that is a file: reading a pipe would take its content."""
     try:
         descriptor = os.open(f"/proc/{pid}/fd/2", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -84,8 +84,8 @@ def _begin_of(pid: int) -> str:
 
 @dataclass(frozen=True)
 class _Cluster:
-    """Of one raylet of this host: the head's address, the session's folder, Ray's Python, and
-    the variables by which the head believes who asks."""
+    """The cluster of a raylet on this host: the head's address, the session's folder, Ray's
+    Python, and the variables that the head authenticates us by."""
 
     address: str
     session: Path
@@ -94,7 +94,7 @@ class _Cluster:
 
 
 def query(pids: Collection[int], address: str = "") -> tuple[str, str, str]:
-    """(suffix of the file, its text, what was missed): of these processes, or of `address`.
+    """State of the clusters of these processes or of `address`: (file suffix, text, missed).
 
     Raises:
         LookupError: no raylet of theirs runs here. Another job's may.
@@ -113,7 +113,7 @@ def query(pids: Collection[int], address: str = "") -> tuple[str, str, str]:
 
 
 def _clusters(pids: Collection[int], address: str) -> Iterator[_Cluster]:
-    """By the command lines of raylets, which name all three.
+    """Clusters by the command lines of raylets, which name all three.
 
     A job's is the parent of its workers, a child of a driver that started it, or has the port of
     its RAY_ADDRESS: the same host may be `127.0.0.1` for one and have a name for the other.
@@ -142,13 +142,13 @@ def _clusters(pids: Collection[int], address: str) -> Iterator[_Cluster]:
 
 
 def _address_of(pid: int) -> str:
-    """What it was told of its cluster; empty without a port."""
+    """The cluster's address in a process's environment; empty without a port."""
     found = _environ(pid, "RAY_ADDRESS").get("RAY_ADDRESS", "")
     return found if found.rpartition(":")[2].isdecimal() else ""
 
 
 def _environ(pid: int, *names: str) -> dict[str, str]:
-    """Of these variables those that its program was started with."""
+    """Those of the variables that its program was started with."""
     try:
         rows = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -184,7 +184,7 @@ def _tables(cluster: _Cluster) -> tuple[dict[str, object], str]:
 
 
 def _telling(folder: Path) -> Sequence[str]:
-    """Lines of the daemons' logs that explain a job which stands still."""
+    """Lines of the daemons' logs that explain a stalled job."""
     found = []
     for name in ("raylet.out", "raylet.err", "gcs_server.out"):
         try:

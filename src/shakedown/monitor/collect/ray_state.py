@@ -1,4 +1,4 @@
-"""Prints what a Ray cluster knows of its actors, placement groups and nodes, as JSON.
+"""Prints a Ray cluster's tables of actors, placement groups and nodes, as JSON.
 
 Run by the trainer's own Python, which has ray and need not have this package: `PYTHON -c TEXT
 ADDRESS` with the text of this file. It reads the tables of the head's control store and joins no

@@ -1,4 +1,4 @@
-"""A collection as a verdict: what was read of each process and node, and what was missed."""
+"""The verdict on a collection: what was read of each process and node, and what was missed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from shakedown.monitor.collect.writer import COLLECTED, READ, Writer, printable
 
 @dataclass
 class NodesReport:
-    """What the nodes of a job, or several hosts, gave: `nodes` by name, read or why not."""
+    """Results from the nodes of a job, or from several hosts: `nodes` by name, read or why not."""
 
     nodes: dict[str, str] = field(default_factory=dict)
     tables: list[dict[str, object]] = field(default_factory=list)
@@ -29,7 +29,7 @@ class NodesReport:
 def verdict_of(report: CollectReport, out: Path, watch: Stopwatch) -> Verdict:
     """PASS: everything read; WARN: some of it missed; UNKNOWN: not even that could be written.
 
-    A collection is no judgement: what was missed, if only all of it, is written down and exits 0.
+    A collection judges nothing: even if everything was missed, that is written down, and exits 0.
     """
     findings = [_finding(row) for row in report.targets]
     findings += [

@@ -1,4 +1,4 @@
-"""Collectors on the nodes of a Slurm job, by srun: a node that does not answer stops no other."""
+"""Collectors on the nodes of a Slurm job, by srun: a silent node does not stop the others."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ COLLECTOR = ("-P", "-m", "shakedown.cli", "hang", "collect")
 
 @dataclass(frozen=True)
 class NodeCommand:
-    """How a command runs on nodes of job `job_id`, a task a node.
+    """A command for nodes of job `job_id`, one task per node.
 
     `out`: a folder that all nodes see; `limit`: seconds that one step may take. `srun`: more of its
     options.
@@ -57,15 +57,15 @@ def collector(arguments: Sequence[str], out: Path) -> Sequence[str]:
 
 @dataclass
 class CollectedNodes:
-    """What each node gave: `nodes` by name, read or why not, and what each wrote."""
+    """Results of the nodes: `nodes` by name, read or why not, and the table that each wrote."""
 
     nodes: dict[str, str] = field(default_factory=dict)
     tables: list[dict[str, object]] = field(default_factory=list)
 
 
 def collect_nodes(step: NodeCommand, nodes: Sequence[str], writer: Writer) -> CollectedNodes:
-    """One step for all nodes that answer Slurm; srun refuses it when one of them does not, so
-    each node that it did not reach then gets a step of its own.
+    """Run one step for all nodes that answer Slurm. srun refuses it when one of them does not, so
+    each node that it did not reach then gets a separate step.
 
     Slurm's view of the nodes is written to `nodes-slurm.txt`; nothing is raised.
     """
@@ -97,12 +97,12 @@ def unreached(step: NodeCommand, nodes: Sequence[str], writer: Writer) -> Mappin
 
 
 def _runs(job_id: str) -> bool:
-    """Of a job that has ended, or waits to be run again, srun reaches no node, however healthy."""
+    """Whether the job runs: srun reaches no node of one that has ended or waits to run again."""
     return has_processes(describe(job_id)[0])
 
 
 def _silent(nodes: Sequence[str], writer: Writer) -> dict[str, str]:
-    """The nodes that Slurm itself does not hear of."""
+    """The nodes that do not answer Slurm itself."""
     text, lost = show(("node", ",".join(nodes)))
     writer.missed += [f"slurm: {lost}"] if lost else []
     if text:
@@ -112,13 +112,13 @@ def _silent(nodes: Sequence[str], writer: Writer) -> dict[str, str]:
 
 
 def _run_each(step: NodeCommand, nodes: Sequence[str]) -> Sequence[object]:
-    """A step a node; its result is True where its command ended well."""
+    """Run one step per node; its result is True where its command ended well."""
     jobs = [partial(_run, step, [n]) for n in nodes]
     return run_bounded(jobs, MOST_STEPS, step.limit * -(-len(nodes) // MOST_STEPS))
 
 
 def _run(step: NodeCommand, nodes: Sequence[str]) -> bool:
-    """Whether all of the step's tasks ended well; srun's words go to a file that `_why` reads."""
+    """Whether all of the step's tasks ended well; srun's output is in a file for `_why`."""
     srun = srun_argv(
         nodes=nodes,
         tasks=len(nodes),
@@ -157,7 +157,7 @@ def end(process: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 def _table(out: Path, name: str, began: float) -> dict[str, object] | None:
-    """What the collector of a node wrote since `began`; a second for clocks that differ."""
+    """The table that a node's collector wrote since `began`; a second for clocks that differ."""
     path = EvidencePaths(out).collected(name)
     try:
         if not is_node_name(name) or path.stat().st_mtime < began - 1.0:
@@ -180,7 +180,7 @@ def _why(writer: Writer, name: str) -> str:
 
 
 def told(data: bytes) -> str:
-    """The last line of a program's messages, one that speaks of an error where there is any."""
+    """The last line of a program's messages that mentions an error, else the last line."""
     lines = [line.strip() for line in data.decode("utf-8", "replace").split("\n")]
     lines = [line for line in lines if line]
     lines = [line for line in lines if "error" in line.lower()] or lines

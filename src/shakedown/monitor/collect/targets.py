@@ -18,7 +18,7 @@ from shakedown.slurm.hostlist import node_name
 MAX_PID = 2**22  # Linux's own limit
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 _LIST_SECONDS = 20.0
-# Collectors of other sessions, and who started them from another host: no part of the job.
+# Collectors of other sessions, and their starters from another host: not part of the job.
 _OWN = re.compile(r"shakedown(?:\.cli)? (?:hang collect|watch)|shakedown\.monitor\.attach")
 # How MPI's launchers number ranks: Open MPI, then MPICH and Intel MPI.
 _OF_MPI = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -88,8 +88,8 @@ def from_pattern(pattern: str) -> list[Target]:
     process's own workers (same rank, or the same command) are read with it.
 
     Raises:
-        UsageError: the pattern is no regular expression.
-        CannotJudgeError: a process holds back its command line for ever.
+        UsageError: the pattern is not a regular expression.
+        CannotJudgeError: the command line of a process cannot be read.
     """
     try:
         expression = re.compile(pattern)
@@ -112,8 +112,8 @@ def from_job(job_id: str) -> list[Target]:
 def from_processes(pids: Collection[int]) -> list[Target]:
     """Ranks among the processes of a program, or else all of its Python processes.
 
-    Shells and launchers are left out where there are ranks, and so are workers of a rank. Of Ray's
-    there are the workers that have work, and the driver.
+    Shells and launchers are left out where there are ranks, and so are workers of a rank. Of Ray,
+    busy workers and the driver are included.
     """
     found = {p.pid: p for p in _processes() if p.pid in pids and _is_of_this_node(p.pid)}
     targets = _named(_outermost(found))
@@ -123,7 +123,7 @@ def from_processes(pids: Collection[int]) -> list[Target]:
 
 
 def _is_of_this_node(pid: int) -> bool:
-    """Several nodes of Slurm may share a host, and then see each other's processes."""
+    """Whether it belongs to this node: nodes of Slurm that share a host see each other's."""
     return _environment(pid).get("SLURMD_NODENAME", node_name()) == node_name()
 
 
@@ -149,10 +149,10 @@ def from_attempt(attempt: Path) -> list[Target]:
 
 
 def missing_ranks(targets: Iterable[Target]) -> list[int]:
-    """Ranks that should run on this node, by what their launcher told the others, and do not.
+    """Ranks that should run on this node, according to the others' environment, but do not.
 
-    torchrun tells how many ranks its node has; of a job whose store is on loopback all are here. A
-    rank under another command is found by its environment, too.
+    torchrun gives the number of ranks on its node; all ranks of a job whose store is on loopback
+    are here. A rank under another command is found by its environment, too.
     """
     expected: dict[tuple[str, str], set[int]] = {}
     for target in targets:
@@ -173,12 +173,12 @@ def missing_ranks(targets: Iterable[Target]) -> list[int]:
 
 
 def _store(environment: Mapping[str, str]) -> tuple[str, str]:
-    """Where the ranks of a job meet: tells jobs apart."""
+    """The address where the ranks of a job meet, which distinguishes jobs."""
     return environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
 
 
 def _own_ranks(environment: Mapping[str, str]) -> range:
-    """The ranks of this node; empty where nothing tells."""
+    """The ranks of this node; empty where they are not known."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     texts = (environment.get(name, "") for name in names)
     rank, world, local, count = (int(t) if t.isdecimal() and len(t) < 7 else -1 for t in texts)
@@ -217,7 +217,7 @@ def _list() -> list[_Process]:
 
 
 def _outermost(found: Mapping[int, _Process]) -> list[int]:
-    """Python's where there is any, and without the workers of a process that is found."""
+    """Python processes if there are any, without the workers of those that are found."""
     chosen = {pid: p for pid, p in found.items() if p.python} or dict(found)
     chosen = {pid: p for pid, p in chosen.items() if not ray.is_own(pid, p.command)}
     environments = {pid: _environment(pid) for pid in chosen}
@@ -245,8 +245,8 @@ def _above(pid: int, found: Collection[int]) -> list[int]:
 
 
 def _named(pids: Sequence[int], prefix: str = "") -> list[Target]:
-    """A rank that several processes claim is given to none: they belong to different jobs, and
-    each is known by its process id. A process below another one of its rank is that one's worker.
+    """Targets with their names. Several processes that claim one rank belong to different jobs and
+    are named by process id. A process below another one of its rank is that one's worker.
     """
     environments = {pid: _environment(pid) for pid in pids}
     launched = any("RANK" in environment for environment in environments.values())
@@ -267,7 +267,7 @@ def _named(pids: Sequence[int], prefix: str = "") -> list[Target]:
 
 
 def _ranked(pid: int, environment: Mapping[str, str], *, launched: bool) -> Target | None:
-    """By our hook, or by the environment."""
+    """The target's rank, by our hook or by the environment."""
     hook = hooked.find(pid)
     if hook is not None:
         return Target(hook.name, pid, hook.role, hook.rank, hook=hook)
@@ -276,7 +276,7 @@ def _ranked(pid: int, environment: Mapping[str, str], *, launched: bool) -> Targ
 
 
 def _worker_of_ray(pid: int, given: Mapping[str, str]) -> Target | None:
-    """By the name that Ray gives the process, and by the rank that its driver told it."""
+    """A worker by the name that Ray gives the process, and by the rank from its driver."""
     found = ray.worker_of(pid)
     if found is None:
         return None
@@ -288,13 +288,14 @@ def _worker_of_ray(pid: int, given: Mapping[str, str]) -> Target | None:
 
 
 def _number(text: str) -> int | None:
-    """Seven digits at most, as in the names of the hook's files."""
+    """A rank of at most seven digits, as in the names of the hook's files."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 8 else None
 
 
 def _rank_text(pid: int, environment: Mapping[str, str], *, launched: bool) -> str:
-    """A launcher is no rank, also once its ranks are gone: it has its node's number, from Slurm
-    or as the RANK that Kubernetes gives it. `launched`: SLURM_PROCID is no rank below another.
+    """The rank in the environment. A launcher is not a rank, even once its ranks are gone: its
+    number is its node's, from Slurm or as Kubernetes' RANK. `launched`: SLURM_PROCID is not a rank
+    below another process.
     """
     if proc.is_launch(proc.command(pid)):
         return ""
@@ -307,7 +308,7 @@ def _rank_text(pid: int, environment: Mapping[str, str], *, launched: bool) -> s
 
 
 def _environment(pid: int) -> dict[str, str]:
-    """What says whose process it is, as it was when its program started."""
+    """The variables that identify a process's job and rank, as of its program's start."""
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

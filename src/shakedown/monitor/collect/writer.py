@@ -1,4 +1,4 @@
-"""Files of a collection: each whole or not there; what cannot be written is noted."""
+"""Files of a collection: each complete or absent; failed writes are noted."""
 
 import os
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ class Writer:
         return True
 
     def data(self, name: str | Path, body: bytes) -> bool:
-        """Not forced to the disk, which costs more than all the rest: readers see whole files."""
+        """Write bytes, without fsync, which costs more than all the rest: files appear whole."""
         path = self.out / name
         try:
             make_folders(path.parent)
@@ -63,7 +63,7 @@ class Writer:
         return True
 
     def _failed(self, name: str | Path, error: Exception) -> bool:
-        """One reason, such as a full disk, keeps many files away: it is told once."""
+        """Note a failed write; a reason that affects many files, such as a full disk, once."""
         cause = error.__cause__ if isinstance(error, StorageError) else error
         reason = getattr(cause, "strerror", None) or str(error)
         self._reasons[reason] = self._reasons.get(reason, 0) + 1
@@ -72,7 +72,7 @@ class Writer:
         return False
 
     def summary(self) -> list[str]:
-        """What was missed, with the number of files where one reason kept several away."""
+        """The list of what was missed; files with the same reason are counted together."""
         more = [f"{n} files not written: {r}" for r, n in self._reasons.items() if n > 1]
         return [printable(text) for text in [*self.missed, *more]]
 
