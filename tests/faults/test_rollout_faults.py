@@ -103,7 +103,7 @@ def test_an_engine_that_cannot_tell_tokens_is_refused_for_rollouts() -> None:
 
 
 def test_partial_rollouts_are_refused_for_an_own_agent() -> None:
-    with pytest.raises(ValueError, match="would cut the requests of an own agent"):
+    with pytest.raises(ValueError, match="would interrupt an agent"):
         GrpoConfig(agent="my.agent:Agent", partial_rollouts=True)
 
 

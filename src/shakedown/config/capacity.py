@@ -1,4 +1,4 @@
-"""Whether what runs at the same time fits into the cluster that the config names."""
+"""Capacity: whether everything that runs at once fits into the config's cluster."""
 
 from shakedown.cluster.allocation import AllocationPart, parse_allocation
 from shakedown.cluster.placement import Placement, PlacementError, place_stage
@@ -8,7 +8,7 @@ from shakedown.config.schema import Config, ServeConfig
 from shakedown.core.errors import UsageError
 from shakedown.core.verdict import Finding
 
-# What bounds an engine's share of a GPU's memory; without it, it takes almost all.
+# Options that bound an engine's share of a GPU's memory; without one, it takes almost all.
 MEMORY_OPTIONS = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
 
 
@@ -85,7 +85,7 @@ def _lint_command(config: Config, key: str, stage: CommandStage) -> list[Finding
 
 
 def _lint_server(config: Config) -> list[Finding]:
-    """The persistent server has one node; a kept one stays there."""
+    """Findings about the persistent server, which has one node, and stays there if kept."""
     gpus = config.cluster.gpus_per_node
     try:
         part = server_part(config.serve)
@@ -114,7 +114,7 @@ def _lint_stage(config: Config, key: str, stage: StageConfig) -> list[Finding]:
         found = [_finding("nodes", f"{key}.nodes", stage.nodes, expected)]
         return found if trainer.world % stage.nodes else []
     if stage.grpo and server.world > gpus:
-        return []  # said of serve.allocation
+        return []  # already reported for serve.allocation
     try:
         placement = stage_placement(stage, config.serve, gpus)
     except PlacementError as error:
@@ -145,7 +145,7 @@ def _does_not_fit(
 
 
 def _lint_memory(config: Config) -> list[Finding]:
-    """On a GPU that is shared the engine must leave memory to the trainer."""
+    """Findings about memory: on a shared GPU the engine must leave some to the trainer."""
     serve = config.serve
     option = MEMORY_OPTIONS.get(serve.engine)
     shared = serve.share_gpus and any(stage.grpo for stage in config.runtime_stages.values())

@@ -11,7 +11,7 @@ from shakedown.config.values import Place, Positive, Seconds, Section, Supervise
 from shakedown.core.errors import UsageError, did_you_mean
 from shakedown.progress.patience import Patience
 
-# What stands for each; docs/any-trainer.md has the table for users.
+# Each placeholder's meaning; docs/any-trainer.md has the table for users.
 PLACEHOLDERS: Mapping[str, str] = {
     "resume": "the newest checkpoint of `resume.glob`; empty where there is none",
     "nodes": "how many nodes",
@@ -33,7 +33,7 @@ _OF_AN_ATTEMPT = frozenset({"resume", "hosts", "head", "port"})
 _BRACES = re.compile(r"\{\{|\}\}|(?<!\$)\{([A-Za-z_]+)\}")
 # Beside a placeholder in its word: paths and options, of which no shell or interpreter makes code.
 _PLAIN = re.compile(r"[\w.,:/@%+=-]*")
-# What a shell, or a second one on another host, would read as more than text.
+# Characters that a shell, or a second one on another host, would not read as plain text.
 _READ_BY_SHELLS = re.compile(r"""[\x00-\x1f\x7f$`"'\\;&|<>(){}*?!#~^]""")
 _ENVIRONMENT = "SHAKEDOWN_"  # + the placeholder's name in capitals
 
@@ -96,10 +96,10 @@ def _known(text: str) -> str:
 
 
 def is_a_command(text: str) -> str:
-    """The text, which can be cut into words and has no placeholder inside a text of its own.
+    """The text, if it can be cut into words and no placeholder is inside a quoted text.
 
     Raises:
-        ValueError: it cannot, or has.
+        ValueError: it cannot be cut, or a placeholder is.
     """
     try:
         words = shlex.split(text)

@@ -1,4 +1,4 @@
-"""What a config says that cannot work, beyond types: found before anything is started."""
+"""Settings that cannot work, beyond types: found before anything is started."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -103,7 +103,7 @@ def _lint_serve(config: Config) -> list[Finding]:
 
 
 def _lint_servers_users(config: Config) -> list[Finding]:
-    """The run's server ends before a stage that has one of its own begins."""
+    """Commands that need the run's server after it ends, before a stage with its own server."""
     own = False
     for name, stage in config.stages.items():
         if isinstance(stage, StageConfig):
@@ -127,7 +127,7 @@ def _lint_stage(
     except UsageError as error:
         return [_fail("allocation", f"{key}.allocation", stage.allocation, str(error))]
     if others:
-        remedy = "the server's part belongs into serve.allocation"
+        remedy = "the server's part belongs in serve.allocation"
         expected = "the one part of the trainer"
         return [_fail("allocation", f"{key}.allocation", stage.allocation, expected, remedy)]
     findings = _lint_engine(key, stage, part, engines)
@@ -168,7 +168,7 @@ def _lint_engine(
 
 
 def _lint_agent(key: str, target: str) -> list[Finding]:
-    """An agent class is where it is said to be."""
+    """Whether the file of an agent class exists."""
     place, colon, name = target.rpartition(":")
     path = Path(place)
     found = not place.endswith(".py") or path.is_file()
@@ -181,7 +181,7 @@ def _lint_agent(key: str, target: str) -> list[Finding]:
 
 
 def _lint_server_of(key: str, grpo: GrpoConfig, serve: ServeConfig) -> list[Finding]:
-    """Whether the stage's server can give what is asked of it."""
+    """Whether the stage's server can do what the stage needs."""
     findings = []
     if not serve.cut:
         remedy = (
@@ -199,7 +199,7 @@ def _lint_server_of(key: str, grpo: GrpoConfig, serve: ServeConfig) -> list[Find
 
 
 def _lint_sizes(key: str, stage: StageConfig, shares: int) -> list[Finding]:
-    """`shares`: into how many parts a batch is cut."""
+    """Findings about batch sizes; `shares`: the parts that a batch is cut into."""
     findings = []
     if stage.batch_size % shares:
         expected = f"a multiple of {shares} ranks"
@@ -212,7 +212,7 @@ def _lint_sizes(key: str, stage: StageConfig, shares: int) -> list[Finding]:
                 f"{key}.grpo.max_concurrent",
                 grpo.max_concurrent,
                 f"at least one group of {grpo.group_size}",
-                "with less, no group can ever start: the trainer waits for ever",
+                "with less, no group can ever start: the trainer waits forever",
             )
         )
     return findings

@@ -34,7 +34,7 @@ def load_config(*paths: Path) -> Config:
 
 
 def layers(*paths: Path) -> tuple[Path, ...]:
-    """The files; below them config/config.yaml of the working directory when they are no whole run.
+    """The files, over config/config.yaml of the working directory unless they are a whole run.
 
     So an overlay means the same to every command as to `snakemake --configfile`.
 
@@ -56,7 +56,7 @@ def _merged(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def _is_whole(body: Mapping[str, Any]) -> bool:
-    """Stages, and no key of them missing; wrong values are another matter."""
+    """Whether it has stages with all of their keys, whatever their values."""
     try:
         Config.model_validate(_tuples(dict(body)))
     except ValidationError as error:
@@ -67,7 +67,7 @@ def _is_whole(body: Mapping[str, Any]) -> bool:
 def parse_config(
     body: Mapping[str, Any], *, where: str = "config", paths: Sequence[Path] = ()
 ) -> Config:
-    """Validate a mapping; `paths`: the files that it is of, to tell where a fault is written.
+    """Validate a mapping; `paths`: the files that it came from, to locate faults.
 
     Raises:
         ConfigError: lists every fault with its key, what was given and what is valid.
@@ -111,10 +111,10 @@ def read_yaml(path: Path, *, shared: bool = False) -> Mapping[str, Any]:
     """The mapping of one file.
 
     Args:
-        shared: whoever reads it bounds his own way through aliases of aliases.
+        shared: the caller bounds its own walk through aliases of aliases.
 
     Raises:
-        ConfigError: missing, not YAML, or no mapping.
+        ConfigError: missing, not YAML, or not a mapping.
     """
     try:
         body = _constructed(path.read_text(encoding="utf-8"), shared)
@@ -123,7 +123,7 @@ def read_yaml(path: Path, *, shared: bool = False) -> Mapping[str, Any]:
     except (yaml.YAMLError, ValueError) as error:  # also no UTF-8, and dates that do not exist
         raise ConfigError(f"{path} is not YAML: {error}") from error
     except RecursionError as error:
-        raise ConfigError(f"{path} is not YAML for us: nested too deeply") from error
+        raise ConfigError(f"{path} cannot be read: nested too deeply") from error
     if not isinstance(body, Mapping):
         raise ConfigError(f"{path}: expected a mapping of keys, got {type(body).__name__}")
     return body
@@ -137,7 +137,7 @@ _LONGEST_KEY = 200
 
 
 def _constructed(text: str, shared: bool) -> Any:
-    """What the text says, once its size is known to be one that its readers can walk through."""
+    """The value of the text, after a check that its readers can walk through its size."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -170,9 +170,9 @@ def _refused(why: str, mark: yaml.Mark | None = None) -> yaml.YAMLError:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's own rule, which PyYAML does not keep: a key stands once in a mapping.
+    """Enforces YAML's own rule that a key occurs once in a mapping, which PyYAML does not.
 
-    Numbers and keys are as long as somebody writes them: what is made of a longer one never ends.
+    Numbers and keys are bounded in length: converting very long ones takes forever.
     """
 
     def __init__(self, text: str) -> None:
@@ -212,13 +212,13 @@ class _Loader(yaml.SafeLoader):
         for key in (key for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"):
             _short(key, "key", _LONGEST_KEY)
             if key.value in seen:
-                raise _refused(f"the key {key.value!r:.40} stands twice", key.start_mark)
+                raise _refused(f"the key {key.value!r:.40} occurs twice", key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
 
 
 def _tuples(body: dict[str, Any]) -> dict[str, Any]:
-    """YAML has no tuples: `betas` arrives as a list, which strict mode refuses."""
+    """The body with tuples: YAML has none, so `betas` is a list, which strict mode refuses."""
     stages = body.get("stages")
     if not isinstance(stages, Mapping):
         return body
@@ -233,7 +233,7 @@ def _tuples(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_order(config: Config) -> Config:
-    """With the stages that `order` names, in its order: merging overlays does not keep one."""
+    """The config with the stages of `order`, in its order, which merging overlays loses."""
     stages = {name: config.stages[name] for name in config.order or config.stages}
     return config.model_copy(update={"stages": stages})
 
@@ -246,7 +246,7 @@ class KeyLocations:
     """Where the keys of a config are written. The last of several files counts."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Reads the files, which were read before; what is no longer readable tells nothing."""
+        """Read the files, which were read before; one that is no longer readable is skipped."""
         self._places: dict[tuple[str, ...], str] = {}
         self._files: dict[tuple[str, ...], int] = {}
         for number, path in enumerate(paths):
@@ -324,7 +324,7 @@ _NEARLY_A_NUMBER = re.compile(r"[-+]?\d[\d_]{0,30}(?:\.\d{0,30})?[eE][-+]?\d{1,4
 
 
 def _read_otherwise(given: object, fault: str) -> str:
-    """What YAML made of a value that people write for another one; `fault`: pydantic's type."""
+    """Advice for a value that YAML reads as another one than meant; `fault`: pydantic's type."""
     if fault in ("literal_error", "string_type") and isinstance(given, bool):
         return "; YAML reads on, off, yes and no as true and false: put it in quotes"
     if fault == "string_type" and isinstance(given, int | float):

@@ -38,7 +38,7 @@ class OptimizerConfig(Section):
 
 
 class DriftConfig(Section):
-    """What becomes of a stage whose trainer and engine disagree on tokens of the same weights.
+    """The reaction to a trainer and an engine that disagree on tokens of the same weights.
 
     The limits are those of the run's `consistency`; `patience`: steps in a row.
     """
@@ -92,7 +92,7 @@ class GrpoConfig(Section):
     @model_validator(mode="after")
     def _lengths_are_of_single_answers(self) -> "GrpoConfig":
         if self.agent and (self.mask_truncated or self.overlong_tokens):
-            raise ValueError("mask_truncated and overlong_tokens are not for an own agent's calls")
+            raise ValueError("mask_truncated and overlong_tokens do not apply to an agent's calls")
         if self.overlong_tokens >= self.max_tokens:
             raise ValueError(
                 f"overlong_tokens {self.overlong_tokens} is not below max_tokens {self.max_tokens}"
@@ -102,7 +102,7 @@ class GrpoConfig(Section):
     @model_validator(mode="after")
     def _agent_goes_with_its_settings(self) -> "GrpoConfig":
         if self.agent and self.partial_rollouts:
-            raise ValueError("partial_rollouts would cut the requests of an own agent: set one")
+            raise ValueError("partial_rollouts would interrupt an agent's requests: set only one")
         if self.agent_kwargs and not self.agent:
             raise ValueError("agent_kwargs are for the class that `agent` names: set that too")
         return self

@@ -72,7 +72,7 @@ class SftConfig(Section):
 
 
 class StageConfig(SupervisedStage):
-    """A stage of our own. `batch_size`: sequences (SFT) or prompts (GRPO) a step, all ranks."""
+    """A stage of our own. `batch_size`: sequences (SFT) or prompts (GRPO) per step, all ranks."""
 
     algorithm: Literal["sft", "grpo"]
     allocation: str

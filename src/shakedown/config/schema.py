@@ -49,7 +49,7 @@ class DataConfig(Section):
 
 
 class ClusterConfig(Section):
-    """What the run expects to find; preflight compares it with what is there."""
+    """The cluster that the run expects; preflight compares it with the actual one."""
 
     nodes: Positive = 1
     gpus_per_node: NonNegative = 0
@@ -101,7 +101,7 @@ class ServeConfig(Section):
 
     @property
     def cut(self) -> str:
-        """The allocation; empty for what is one process, or somebody else's."""
+        """The allocation; empty for a single process, or somebody else's server."""
         return "" if self.engine in ("transformers", "external") else self.allocation
 
     @model_validator(mode="after")
@@ -178,7 +178,7 @@ STAGE_KINDS = ("<own>", "<command>")
 
 
 def stage_kind(stage: object) -> str:
-    """Which schema a stage is judged by, also one that is none."""
+    """The schema that a stage is judged by, even if it is not a valid stage."""
     given = stage.get("algorithm") if isinstance(stage, Mapping) else None
     is_command = given == "command" or isinstance(stage, CommandStage)
     return STAGE_KINDS[is_command]
@@ -188,7 +188,7 @@ Stage = Annotated[
     Annotated[StageConfig, Tag(STAGE_KINDS[0])] | Annotated[CommandStage, Tag(STAGE_KINDS[1])],
     Discriminator(stage_kind),
 ]
-# What a run of commands alone may leave out, by the placeholders that would ask for it.
+# Sections that a run of commands alone may omit, by the placeholders that need them.
 _UNUSED: Mapping[str, tuple[set[str], Mapping[str, Any]]] = {
     "model": ({"model", "server_url"}, {"source": "demo"}),
     "data": ({"data", "heldout"}, {"train": "demo", "heldout": "demo"}),
@@ -215,7 +215,7 @@ class Config(Section):
 
     @property
     def paths(self) -> RunPaths:
-        """Where the run's results lie."""
+        """The paths of the run's results."""
         return RunPaths(Path(self.results) / self.run)
 
     @property

@@ -1,8 +1,8 @@
-"""Where the keys of a TOML file are written, which no reader of TOML tells.
+"""Line and column of the keys of a TOML file, which TOML readers do not give.
 
-`tomllib` has read the file before (but for `is_deep`): only what is valid TOML comes here, so a
-token need not be checked, only told from the others. What is not understood is left out: a fault is
-then told at the section around it.
+`tomllib` has read the file before (but for `is_deep`): only valid TOML comes here, so tokens need
+not be checked, only distinguished. Keys that are not understood are left out: a fault is then
+located at the section around them.
 """
 
 import re

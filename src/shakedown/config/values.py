@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of."""
+"""Base classes and value types of all sections of the configuration."""
 
 from typing import Annotated, Literal
 
@@ -21,12 +21,12 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class Section(BaseModel):
     """Strict base: an unknown key or a wrong type is an error, never ignored."""
 
-    # Infinite numbers have no form in JSON, which every part of a run is told its settings by.
+    # JSON, by which every part of a run gets its settings, cannot represent infinite numbers.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class SupervisedStage(Section):
-    """What every stage has: it runs on `nodes`, is watched, and rerun with more to see."""
+    """Keys of every stage: it runs on `nodes`, is watched, and is rerun with more debug output."""
 
     nodes: Positive = 1
     stall_timeout: Seconds = Patience.step
@@ -35,5 +35,5 @@ class SupervisedStage(Section):
 
     @property
     def patience(self) -> Patience:
-        """With its components, until their steps teach more."""
+        """The patience with its components, until the length of their steps is known."""
         return Patience(step=self.stall_timeout, phase=self.start_timeout)

@@ -1,1 +1,1 @@
-"""Which process this is, what it does, and why it ended: what the kernel says, read once."""
+"""Processes: their identity, worker processes, and why one ended, as the kernel reports it."""

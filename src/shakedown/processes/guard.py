@@ -5,8 +5,8 @@ Standard input carries `+PID STARTED [MARK]` and `-PID` lines (sessions to watch
 gone); its end means that the supervisor is gone: SIGTERM, GRACE seconds, SIGKILL to what is left.
 A mark is in the environment of a component whose descendants may lead sessions of their own.
 
-A number alone names no process: the system gives it to another one later. A process is therefore
-known by its number and its start, a session by its leader's.
+A number alone does not identify a process: the system reuses it. A process is therefore known by
+its number and its start, a session by its leader's.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ MARK = "SHAKEDOWN_COMPONENT"
 
 
 class Process(NamedTuple):
-    """A process at one moment; `started`, in clock ticks since boot, tells it from a later one."""
+    """A process at one moment; `started`, in ticks since boot, sets it apart from a later one."""
 
     pid: int
     started: int
@@ -34,7 +34,7 @@ class Process(NamedTuple):
 
     @property
     def ended(self) -> bool:
-        """A zombie runs no more; until its parent takes note its number is nobody else's."""
+        """Whether it is a zombie: it no longer runs, and its number is not reused yet."""
         return self.state in "ZX"
 
 
@@ -87,12 +87,12 @@ def group(number: int, leader: int | None) -> list[Process]:
 def live_members(leaders: Mapping[int, int], marks: Collection[str] = ()) -> list[Process]:
     """Living members of sessions that are known by their leaders' number and start.
 
-    With `marks` also what bears one of them, in whatever session, and all that descends from these:
-    torchrun's workers lead sessions of their own, and some programs write over their environment.
+    With `marks` also processes of any session that have one, and all of their descendants:
+    torchrun's workers lead sessions of their own, and some programs overwrite their environment.
 
-    A session whose number another process has by now has none. One whose leader is gone still
-    counts: whoever asks has seen to it that the number was not free in between. It is not while
-    the leader is unreaped, nor while the session has a member (alloc_pid in the kernel).
+    A session whose number now belongs to another process has none. One whose leader is gone still
+    counts: the caller ensures that the number was not free in between. It is not free while the
+    leader is unreaped, nor while the session has a member (alloc_pid in the kernel).
     """
     everyone = processes()
     found = [process for process in everyone if process.session in leaders]
@@ -105,7 +105,7 @@ def live_members(leaders: Mapping[int, int], marks: Collection[str] = ()) -> lis
 def _strays(
     everyone: Collection[Process], found: set[int], marks: Collection[str]
 ) -> list[Process]:
-    """Of the others those that bear a mark, and descendants of any."""
+    """Those of the others that have a mark, and descendants of any."""
     left = [process for process in everyone if process.pid not in found]
     strays = [process for process in left if _mark(process.pid) in marks]
     while strays:
@@ -119,7 +119,7 @@ def _strays(
 
 
 def _mark(pid: int) -> str:
-    """As it was when the program started; empty without one, and of another user's process."""
+    """The mark in a process's initial environment; empty if it has none or is another user's."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as stream:
             rows = stream.read().split(b"\0")

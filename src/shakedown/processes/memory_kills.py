@@ -1,6 +1,6 @@
-"""How many processes the kernel has killed for memory in this process's cgroup and below it.
+"""The number of processes that the kernel killed for memory in this process's cgroup and below it.
 
-A killed process tells no more than SIGKILL; its cgroup counts why: `oom_kill` in `memory.events`
+A killed process shows only SIGKILL; its cgroup counts the reason: `oom_kill` in `memory.events`
 (cgroup v2, where children count too) or in `memory.oom_control` (v1, where each counts its own).
 """
 
@@ -22,7 +22,7 @@ def kills() -> int:
 
 
 def _own() -> list[Path]:
-    """Where this process's cgroup of memory may be: the one that exists counts."""
+    """Candidate folders of this process's memory cgroup: the first that exists counts."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -38,7 +38,7 @@ def _own() -> list[Path]:
 
 
 def _folders(candidates: list[Path]) -> list[Path]:
-    """The cgroup; with v1 those below it, too."""
+    """The cgroup; with v1 also those below it."""
     for folder in candidates:
         if (folder / _FILES[0]).is_file():
             return [folder]

@@ -1,7 +1,7 @@
 """Worker processes: started when needed, replaced when lost, ended with their children at exit.
 
-A worker reads one JSON object a line from its standard input and answers with JSON lines. The first
-line sets it up; `{}` answers that it can be used, `{"fault": TEXT}` why it cannot. `Worker` and
+A worker reads one JSON object per line from its standard input and answers with JSON lines. The
+first line sets it up; the answer is `{}` if it can be used, else `{"fault": TEXT}`. `Worker` and
 `WorkerPool` are the parent's side, `WorkerStreams` is the process's own.
 """
 
@@ -36,7 +36,7 @@ class SetupFaultError(WorkerError):
 
 
 class WorkerLostError(Exception):
-    """A worker answers no more.
+    """A worker no longer answers.
 
     `code`: its exit code, below 0 for a signal; None: it still runs. `memory`: the kernel seems to
     have killed it for memory.
@@ -91,7 +91,7 @@ class Worker:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=longest_reply,
-                # Workers share the cores: not a thread a core in each of them.
+                # Workers share the cores: not one thread per core in each of them.
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 process_group=0,  # its children are ended with it; the session stays the stage's
             )
@@ -199,7 +199,7 @@ W = TypeVar("W", bound=Worker)
 
 
 def _allow_descriptors() -> None:
-    """Let this process, and workers after it, open as many files as the system allows it.
+    """Let this process, and workers after it, open as many files as the system allows.
 
     The usual soft limit of 1024 is below what a few hundred episodes need, two connections each.
     """
@@ -229,7 +229,7 @@ class _Slot(Generic[W]):
 
 @dataclass(eq=False)
 class Seat(Generic[W]):
-    """Where callers that belong together sit: one worker, another one when that is lost."""
+    """The worker that related callers share; replaced when it is lost."""
 
     slot: _Slot[W] | None = None
 
@@ -284,7 +284,7 @@ class WorkerPool(Generic[W]):
 
     @contextlib.asynccontextmanager
     async def worker(self, seat: Seat[W] | None = None) -> AsyncIterator[W]:
-        """The seat's worker, or the one with the fewest callers, started anew where more may be.
+        """The seat's worker, or the one with the fewest callers; starts one if more are allowed.
 
         Raises:
             WorkerError: a worker had to be started and could not be.
@@ -329,7 +329,7 @@ class WorkerPool(Generic[W]):
 class WorkerStreams:
     """A worker process's side: the standard streams, taken from the user's code.
 
-    What that prints goes to standard error. `requests`: the descriptor to read requests from.
+    The code's output goes to standard error. `requests`: the descriptor to read requests from.
     """
 
     def __init__(self) -> None:

@@ -484,8 +484,8 @@ def test_files_of_prime_rl_lie_over_each_other_and_the_last_one_is_named(tmp_pat
     ("text", "words"),
     [
         ("a = 1\nb = = 2\n", r"c\.toml:2:5 is not TOML: "),
-        ("[tool.ruff]\nline-length = 100\n", "TOML of no known project"),
-        ("", "TOML of no known project"),
+        ("[tool.ruff]\nline-length = 100\n", "TOML of an unknown project"),
+        ("", "TOML of an unknown project"),
         ("a = \xff", "is not TOML"),
         (f"a = {'[' * 5000}", "nested too deeply|is not TOML"),
     ],

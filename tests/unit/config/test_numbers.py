@@ -74,8 +74,8 @@ def test_lint_says_what_the_server_of_a_grpo_stage_cannot_give(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("run: a\nseed: 1\nrun: b\n", "'run' stands twice"),
-        ("stages:\n  sft: {steps: 1, steps: 2}\n", "'steps' stands twice"),
+        ("run: a\nseed: 1\nrun: b\n", "'run' occurs twice"),
+        ("stages:\n  sft: {steps: 1, steps: 2}\n", "'steps' occurs twice"),
         ("[" * 20_000, "nested too deeply"),
     ],
 )

@@ -1,7 +1,7 @@
-"""Configs of other projects, judged by what their sources make of each key.
+"""Configs of other projects, judged by how their sources use each key.
 
-A project is a module with `kind_of(body)`, which says by its keys whether a file is the project's,
-a function that judges a `Document`, and a row in `PROJECTS`.
+A project is a module with `kind_of(body)`, which recognises the project's files by their keys, a
+function that judges a `Document`, and a row in `PROJECTS`.
 """
 
 import re
@@ -45,14 +45,14 @@ PROJECTS = (
 
 
 def judge_foreign(paths: Sequence[Path], source: Path | None = None) -> Verdict | None:
-    """The verdict on files of one other project, later ones over earlier; None when they are none.
+    """The verdict on files of another project, later ones over earlier; None for other files.
 
     Args:
         source: a checkout or an installation of the project, whose names of keys are read.
 
     Raises:
-        ConfigError: a file is missing, cannot be read, or is TOML of no known project.
-        UsageError: `source` is none of the project.
+        ConfigError: a file is missing, cannot be read, or is TOML of an unknown project.
+        UsageError: `source` is not the project's.
     """
     clock = Stopwatch()
     body: dict[str, Any] = {}
@@ -72,7 +72,7 @@ def judge_foreign(paths: Sequence[Path], source: Path | None = None) -> Verdict 
             return _verdict(f"{project.layout.name} ({document.kind})", paths, findings, clock)
     if ".toml" in suffixes:
         where = " + ".join(map(str, paths))
-        raise ConfigError(f"{where}: TOML of no known project; expected a config of prime-rl")
+        raise ConfigError(f"{where}: TOML of an unknown project; expected a config of prime-rl")
     return None
 
 
@@ -119,7 +119,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         where = f"{path}:{place[1]}:{place[2]}" if place else str(path)
         raise ConfigError(f"{where} is not TOML: {error}") from error
     except RecursionError as error:
-        raise ConfigError(f"{path} is not TOML for us: nested too deeply") from error
+        raise ConfigError(f"{path} cannot be read: nested too deeply") from error
 
 
 def _verdict(

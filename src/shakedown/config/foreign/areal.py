@@ -1,8 +1,8 @@
-"""What goes wrong in a config of AReaL: YAML, read by hydra and OmegaConf.
+"""Faults in a config of AReaL: YAML, read by hydra and OmegaConf.
 
-What each key means was read in AReaL at 4aef98d8d of 2026-05-21, in `areal/api/cli_args.py` where
-no other file is said; names, choices and defaults are those of the user's version where it can be
-read. What a run gives on its command line is not known here.
+The meaning of each key is from AReaL at 4aef98d8d of 2026-05-21, in `areal/api/cli_args.py` unless
+another file is named; names, choices and defaults are those of the user's version where it can be
+read. Settings on a run's command line are not known here.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ ROLES = ("rollout", "actor", "critic", "ref", "teacher")
 # Sections that nothing but a config of AReaL has at its top; one of them is enough.
 _SIGNS = {"actor", "rollout", "gconfig", "train_dataset", "allocation_mode"}
 
-# Keys of earlier versions, and a mistyped one of AReaL's own examples -> what to write now.
+# Keys of earlier versions, and a mistyped one of AReaL's own examples -> the current key.
 _SAMPLING = "removed: write rejection_sampling: {metric: ratio, upper: X}"
 RENAMED = {
     "behave_imp_weight_cap": _SAMPLING,
@@ -62,7 +62,7 @@ LAYOUT = Layout(
 
 
 def kind_of(body: Mapping[str, Any]) -> str:
-    """What a file configures: a kind of the schema, another kind of file, or nothing of AReaL."""
+    """The kind of a file: one of the schema, another kind of AReaL's, or empty."""
     if set(body) == {"env_vars"}:
         return "environment"
     script = body.get("run")
@@ -124,7 +124,7 @@ def _engines(d: Document) -> tuple[dict[str, AllocationPart], list[Finding]]:
 def _engine_fault(role: str, part: AllocationPart, others: int) -> str:
     engines = INFERENCE if role == "rollout" else TRAINING
     if others:
-        return "one engine: `+` and `|` belong into no `backend`"
+        return "one engine: `+` and `|` do not belong in a `backend`"
     if part.backend not in engines:
         return f"an engine of {', '.join(engines)}"
     # ParallelStrategy.__post_init__ in alloc_mode.py: experts are spread over whole stages.
@@ -192,7 +192,7 @@ def _gpus(d: Document, parts: Mapping[str, AllocationPart]) -> list[Finding]:
 
 
 def _whole_nodes(d: Document, parts: Mapping[str, AllocationPart]) -> list[Finding]:
-    """What Slurm's scheduler and a server over several nodes need (infra/scheduler/slurm.py)."""
+    """Findings about whole nodes, for Slurm's scheduler (infra/scheduler/slurm.py) and servers."""
     each = d.whole("cluster.n_gpus_per_node", 8)
     if not each:
         return []

@@ -1,4 +1,4 @@
-"""What goes wrong in an RL config of AReaL: staleness, lengths, log-probabilities, time-outs.
+"""Faults in an RL config of AReaL: staleness, lengths, log-probabilities, time-outs.
 
 Everything here is from AReaL's source; the file is named where it is not `areal/api/cli_args.py`.
 """
@@ -56,7 +56,7 @@ def _staleness(d: Document) -> list[Finding]:
         f"train_dataset.batch_size, {batch}: the rollout blocks forever "
         f"{f'after {batches} batches' if batches else 'before the first batch is full'}"
     )
-    # What is rejected does not count as accepted, and with dynamic_bs it fills a batch.
+    # Rejected rollouts do not count as accepted, and with dynamic_bs they fill a batch.
     status: Literal["fail", "warn"] = "warn" if d.get("dynamic_bs") is True else "fail"
     remedy = "write consumer_batch_size: ${train_dataset.batch_size}"
     return [told(status, "staleness", key, own, expected, remedy=remedy)]

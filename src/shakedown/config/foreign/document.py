@@ -31,7 +31,7 @@ class Document:
     body: Mapping[str, Any]
     written: KeyLocations
     kind: str = ""
-    begin: str = ""  # where the first file begins: the place of what stands nowhere
+    begin: str = ""  # where the first file begins: the location of absent keys
     null: str = ""  # a text that stands for null
     schema: Schema | None = None  # of the version that the config is for; None: it is not known
 
@@ -57,15 +57,15 @@ class Document:
         return bool(self.null) and found == self.null
 
     def nulled(self, key: str) -> bool:
-        """Whether that text stands there: another thing than an absent key, which has a default."""
+        """Whether the value is that text, unlike an absent key, which has a default."""
         return self.is_null(self._follow(key, _MAX_HOPS))
 
     def has(self, key: str) -> bool:
-        """Whether something other than null stands there."""
+        """Whether the key has a value other than null."""
         return self.get(key) is not None
 
     def number(self, key: str, default: float | None = None) -> float | None:
-        """A number; None when something else stands there, or a reference that leads nowhere.
+        """A number; None for another value, or a reference that leads nowhere.
 
         Text that is a number counts, as it does for OmegaConf: PyYAML reads `2e-5` as text.
         """
@@ -83,7 +83,7 @@ class Document:
         return int(found) if found is not None and found.is_integer() else None
 
     def text(self, key: str, default: str = "") -> str:
-        """A text, or an empty one when something else stands there."""
+        """A text, or an empty one for another value."""
         found = self.get(key, default)
         return found if isinstance(found, str) else ""
 
@@ -111,7 +111,7 @@ class Document:
         return None
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
-        """Dotted key and value of all that is no mapping and no list."""
+        """Dotted key and value of everything but mappings and lists."""
         for key, value, *_ in _walk(self.body, ()):
             if not isinstance(value, Mapping | list):
                 yield key, value
@@ -163,7 +163,7 @@ def told(
 
 
 def count_unknown(body: Mapping[str, Any], schema: Schema, kind: str) -> int:
-    """How many keys a file of some kind does not know."""
+    """The number of keys that a kind of file does not have."""
     return sum(not known for *_, known in _walk(body, [schema.kinds[kind]], schema))
 
 
@@ -172,7 +172,7 @@ def lint_names(document: Document, renamed: Mapping[str, str], *, own: bool) -> 
 
     Args:
         renamed: the last part of a key that an earlier version had -> what to write now.
-        own: a run may have keys of its own at the top: only those near a known one are told.
+        own: a run may have keys of its own at the top: only those near a known one are reported.
     """
     schema = document.schema
     if schema is None:
@@ -208,14 +208,14 @@ def _unknown(
     if mine and not sure:
         return []
     advice = advice or did_you_mean(name[:80], near).strip(" ()")
-    # What a run's own class adds, or a class passes over, may be meant.
+    # Keys that a run's own class adds, or that a class ignores, may be intended.
     doubtful = mine or not schema.lenient.isdisjoint(classes)
     status: Literal["fail", "warn"] = "warn" if doubtful else "fail"
     return [told(status, "unknown_key", key, name, f"a key of {schema.source}", remedy=advice)]
 
 
 def _choice(schema: Schema, classes: Classes, key: str, value: object) -> Iterator[Finding]:
-    """A text that is none of those that the version's source allows."""
+    """A finding for a text that the version's source does not allow."""
     found = schema.find(classes, key.rpartition(".")[2])
     if not isinstance(value, str) or "${" in value or any(each.choices is None for each in found):
         return

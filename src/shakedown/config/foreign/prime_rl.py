@@ -1,9 +1,9 @@
-"""What goes wrong in a config of prime-rl: TOML files, laid one over the other.
+"""Faults in a config of prime-rl: TOML files, merged one over the other.
 
-What each key means was read in prime-rl at 559b44772 of 2026-08-22, in
-`packages/prime-rl-configs/src/prime_rl/configs` where no other file is said; names, choices and
+The meaning of each key is from prime-rl at 559b44772 of 2026-08-22, in
+`packages/prime-rl-configs/src/prime_rl/configs` unless another file is named; names, choices and
 defaults are those of the user's version where it can be read. prime-rl refuses much of this itself
-when it starts, on a cluster after the wait for its nodes; here it is said before.
+when it starts, on a cluster after the wait for its nodes; here it is reported before.
 """
 
 from collections.abc import Mapping
@@ -93,7 +93,7 @@ _USUAL = {
 
 
 def kind_of(body: Mapping[str, Any]) -> str:
-    """The kind of which a key stands at the top; empty when half of the keys there say nothing."""
+    """The kind with a key at the top; empty when half of the top keys belong to no kind."""
     known = _USUAL.union(*_SIGNS.values())
     if not body or len(known & body.keys()) * 2 < len(body):
         return ""
@@ -117,7 +117,7 @@ def lint_prime_rl(d: Document) -> list[Finding]:
 
 
 def _shared(d: Document) -> list[Finding]:
-    """The same thing said twice, and not the same."""
+    """Findings about shared keys that contradict the keys that they fill."""
     findings = []
     for shared, targets in _SHARED.items():
         for key in targets:

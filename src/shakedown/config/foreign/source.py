@@ -30,7 +30,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a project's config classes stand.
+    """The location of a project's config classes.
 
     Args:
         roots: folders of a checkout that hold the package, in the order in which they are tried.
@@ -69,7 +69,7 @@ class Schema:
     lenient: frozenset[str] = frozenset()
 
     def find(self, classes: Sequence[str], key: str) -> list[Key]:
-        """What a key is in those of `classes` that have it; empty for an unknown one."""
+        """The key's entries in those of `classes` that have it; empty for an unknown one."""
         rows = [row for name in classes if (row := self.classes.get(name)) is not None]
         if ANYTHING in classes or any(ANYTHING in row and key not in row for row in rows):
             return [Key((ANYTHING,))]
@@ -101,7 +101,7 @@ class Schema:
 
 
 class UnreadableError(Exception):
-    """A source that is not there, or that cannot be parsed; says which."""
+    """A source is missing, or cannot be parsed; the message says which."""
 
 
 def read_schema(layout: Layout, given: Path | None, configs: Sequence[Path]) -> Schema:
@@ -204,7 +204,7 @@ def _version(root: Path, installed: str) -> str:
 
 
 def _commit(checkout: Path) -> str:
-    """The commit that a checkout stands at, read from its `.git`; empty when it is none."""
+    """The commit of a checkout, read from its `.git`; empty when it is not a checkout."""
     git = checkout / ".git"
     if pointer := re.match(r"gitdir: (.+)", _text(git)):  # a work tree or a submodule
         git = checkout / pointer[1].strip()
@@ -219,7 +219,7 @@ def _commit(checkout: Path) -> str:
 
 
 def _text(path: Path) -> str:
-    """The text of a file of usual size; empty when it is none."""
+    """The text of a file of usual size; empty for anything else."""
     try:
         found = path.stat()
         usual = stat.S_ISREG(found.st_mode) and found.st_size <= _MOST_BYTES
@@ -230,7 +230,7 @@ def _text(path: Path) -> str:
 
 @dataclass
 class _Module:
-    """Classes and values of one file, and what its imported names mean."""
+    """Classes and values of one file, and the origins of its imported names."""
 
     name: str
     classes: dict[str, ast.ClassDef] = field(default_factory=dict)
@@ -355,7 +355,7 @@ class _Reader:
                 yield from self._lineage(found[0], found[1], hops - 1)
 
     def _extra(self, module: _Module, node: ast.ClassDef) -> str:
-        """What a class does with an unknown key: pydantic's `forbid`, `allow` or `ignore`."""
+        """How a class treats an unknown key: pydantic's `forbid`, `allow` or `ignore`."""
         result = "forbid"  # of a dataclass, which OmegaConf takes for a structure
         for owner, each in self._lineage(module, node):
             stated = [*each.keywords, *_config(each)]
@@ -458,7 +458,7 @@ def _last_name(node: ast.expr) -> str:
 
 
 def _config(node: ast.ClassDef) -> list[ast.keyword]:
-    """What a pydantic class states in its `model_config`."""
+    """The settings in the `model_config` of a pydantic class."""
     calls = [row for row in node.body if isinstance(row, ast.Assign)]
     names = [(name, row.value) for row in calls for name in row.targets]
     return [
