@@ -118,6 +118,6 @@ def training_rule(config: Config) -> Staleness:
 
 def _training_stage(config: Config, target: str = "") -> tuple[str, StageConfig | None]:
     target = target or config.agents.target
-    stages = [(name, stage) for name, stage in config.runtime_stages.items() if stage.grpo]
+    stages = [(name, stage) for name, stage in config.own_stages.items() if stage.grpo]
     own = [each for each in stages if each[1].grpo and each[1].grpo.agent == target]
     return next(iter([*own, *stages]), ("", None))

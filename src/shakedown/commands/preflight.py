@@ -377,13 +377,13 @@ def _from_hub(config: Config) -> list[str]:
 
 def _parts(config: Config) -> list[tuple[str, ...]]:
     """The reward, the agents with their arguments and the sinks of the run."""
-    if not config.runtime_stages:
+    if not config.own_stages:
         return []
     agents = [(config.agents.target, config.agents.kwargs)]
     agents += [
-        (s.grpo.agent, s.grpo.agent_kwargs) for s in config.runtime_stages.values() if s.grpo
+        (s.grpo.agent, s.grpo.agent_kwargs) for s in config.own_stages.values() if s.grpo
     ]
-    sinks = [sink for stage in config.runtime_stages.values() for sink in stage.sinks]
+    sinks = [sink for stage in config.own_stages.values() for sink in stage.sinks]
     parts: list[tuple[str, ...]] = [("reward", config.data.reward)]
     for agent, kwargs in agents:
         if agent:
@@ -396,7 +396,7 @@ def _trainers(config: Config) -> list[int]:
     """Numbers of the nodes that a GRPO stage's trainer runs on."""
     gpus = config.cluster.gpus_per_node
     found: set[int] = set()
-    for stage in config.runtime_stages.values():
+    for stage in config.own_stages.values():
         if stage.grpo and gpus:
             found |= set(stage_placement(stage, config.serve, gpus).parts[0].nodes)
         elif stage.grpo:

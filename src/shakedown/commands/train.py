@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--json and --length require --plan")
     require_sound(with_model(config, args.model, assets), files)
     # Checked before a process is started: a rank would report it in its log, minutes later.
-    own = config.runtime_stages.get(args.stage)
+    own = config.own_stages.get(args.stage)
     require_sinks(own.sinks if own else ())
     debug_asked(args)
     _tell_width()
@@ -118,7 +118,7 @@ def _plan(args: argparse.Namespace, config: Config, assets: Path) -> int:
     """Print what the stage will need and reach; the model's folder needs only its config.json."""
     if args.restart:
         raise UsageError("--restart runs the stage and --plan runs nothing: give only one of them")
-    if args.stage not in config.runtime_stages:
+    if args.stage not in config.own_stages:
         raise UsageError(
             f"--plan: stage {args.stage!r} is a command, whose memory use cannot be predicted"
         )

@@ -148,7 +148,7 @@ def _lint_memory(config: Config) -> list[Finding]:
     """Findings about memory: on a shared GPU the engine must leave some to the trainer."""
     serve = config.serve
     option = MEMORY_OPTIONS.get(serve.engine)
-    shared = serve.share_gpus and any(stage.grpo for stage in config.runtime_stages.values())
+    shared = serve.share_gpus and any(stage.grpo for stage in config.own_stages.values())
     # Both `--option=0.4` and `--option`, `0.4`.
     given = any(word.split("=")[0] == option for word in serve.extra_args)
     if not shared or given or option is None:

@@ -27,13 +27,13 @@ def lint(
         engines: the dimensions of an allocation that each training engine has.
     """
     findings = [*_lint_data(config, rewards), *_lint_serve(config)]
-    if config.runtime_stages:
+    if config.own_stages:
         agent = _lint_agent("agents.target", config.agents.target)
         # A run without GRPO trains without agents; the agent checks alone would fail.
-        trains = any(stage.algorithm == "grpo" for stage in config.runtime_stages.values())
+        trains = any(stage.algorithm == "grpo" for stage in config.own_stages.values())
         findings += agent if trains else [replace(found, status="warn") for found in agent]
     findings += _lint_servers_users(config)
-    for name, stage in config.runtime_stages.items():
+    for name, stage in config.own_stages.items():
         findings += _lint_stage(f"stages.{name}", stage, config.serve, faults, engines)
     return [*findings, *lint_capacity(config)]
 

@@ -69,12 +69,12 @@ def read_assets(path: Path) -> Assets:
 
 def needs_train_answers(config: Config) -> bool:
     """Whether a stage judges answers to train rows; SFT trains on conversations, too."""
-    return any(stage.grpo for stage in config.runtime_stages.values())
+    return any(stage.grpo for stage in config.own_stages.values())
 
 
 def needs_heldout_answers(config: Config) -> bool:
     """Whether a stage judges answers to held-out rows."""
-    return any(stage.eval_samples for stage in config.runtime_stages.values())
+    return any(stage.eval_samples for stage in config.own_stages.values())
 
 
 def model_source(config: Config, assets: Path | None) -> str:

@@ -94,7 +94,7 @@ class DriftWatch:
 
 def drift_limits(config: Config, stage: str) -> dict[str, float]:
     """What `compare` would fail above; empty: off."""
-    grpo = config.runtime_stages[stage].grpo
+    grpo = config.own_stages[stage].grpo
     if grpo is None or grpo.drift.action == "off":
         return {}
     consistency = config.consistency

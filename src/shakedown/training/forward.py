@@ -23,7 +23,7 @@ def last_backend(config: Config) -> str:
     Raises:
         UsageError: it has none.
     """
-    own = list(config.runtime_stages.values())
+    own = list(config.own_stages.values())
     if not own:
         raise UsageError("the run has no stage of our own: name an engine, such as fsdp")
     return parse_allocation(own[-1].allocation).parts[0].backend

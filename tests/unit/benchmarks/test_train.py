@@ -407,8 +407,8 @@ def test_the_stages_of_one_gpu_are_a_config_that_is_taken(tmp_path: Path) -> Non
         grpo.CHECKOUT / "config" / "config.yaml", grpo.write_json(tmp_path / "gpu.yaml", body)
     )
 
-    assert config.runtime_stages["grpo"].activation_checkpointing
-    assert not config.runtime_stages["sft"].activation_checkpointing
+    assert config.own_stages["grpo"].activation_checkpointing
+    assert not config.own_stages["sft"].activation_checkpointing
 
 
 def test_the_defaults_are_accepted_and_a_gpu_that_is_not_there_is_not() -> None:

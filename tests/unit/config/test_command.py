@@ -26,7 +26,7 @@ def stage_of(**changes: Any) -> CommandStage:
 def test_a_run_of_commands_needs_no_model_data_or_agents() -> None:
     config = run_of()
 
-    assert (config.runtime_stages, list(config.command_stages)) == ({}, ["lab"])
+    assert (config.own_stages, list(config.command_stages)) == ({}, ["lab"])
     assert findings_of(config) == []
 
 
@@ -43,7 +43,7 @@ def test_a_command_stands_beside_stages_of_our_own(tmp_path: Path) -> None:
 
     config = load_config(EXAMPLES.parent / "config.yaml", overlay)
 
-    assert (list(config.runtime_stages), list(config.command_stages)) == (["sft"], ["lab"])
+    assert (list(config.own_stages), list(config.command_stages)) == (["sft"], ["lab"])
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_an_allocation_that_an_engine_can_do_is_sound(
     config = load_config(*_files(tmp_path, _with(tmp_path, allocation)))
 
     assert findings_of(config) == []
-    assert trainer_world(config.runtime_stages["sft"]) == world
+    assert trainer_world(config.own_stages["sft"]) == world
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_a_cluster_example_uses_all_its_gpus(example: str) -> None:
     config = load_config(DEMO, DEMO.parent / "examples" / f"{example}.yaml")
     cluster = config.cluster
 
-    for stage in config.runtime_stages.values():
+    for stage in config.own_stages.values():
         assert trainer_world(stage) == cluster.nodes * cluster.gpus_per_node == 16
         assert ranks_per_node(stage, config.serve, cluster.gpus_per_node) == 8
 

@@ -111,8 +111,8 @@ def test_a_range_without_quotes_which_yaml_reads_as_a_number_is_explained(tmp_pa
 def test_a_key_of_the_stage_asks_for_a_profile(tmp_path: Path) -> None:
     config = _overlaid(tmp_path, "{workers: '*policy*', steps: '3:5'}")
 
-    assert config.runtime_stages["sft"].profile == ProfileConfig(workers="*policy*", steps="3:5")
-    assert config.runtime_stages["grpo"].profile is None
+    assert config.own_stages["sft"].profile == ProfileConfig(workers="*policy*", steps="3:5")
+    assert config.own_stages["grpo"].profile is None
 
 
 def _order(steps: str = "3:5") -> Order:

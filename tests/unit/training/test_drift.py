@@ -43,7 +43,7 @@ def _config(**drift: Any) -> Config:
 def _job(root: Path, **drift: Any) -> StageJob:
     config = _config(**drift)
     job = StageJob(
-        "grpo", config.runtime_stages["grpo"], "/m", "float32", "/d.jsonl", "", "", 0, 2, str(root)
+        "grpo", config.own_stages["grpo"], "/m", "float32", "/d.jsonl", "", "", 0, 2, str(root)
     )
     paths = StagePaths(root)
     paths.root.mkdir(parents=True, exist_ok=True)

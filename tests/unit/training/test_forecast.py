@@ -289,7 +289,7 @@ def test_what_examples_and_readmes_show_fits_its_gpus(tmp_path: Path) -> None:
     for place, text in _shown_on_gpus().items():
         (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
         config = load_config(DEMO, tmp_path / "run.yaml")
-        for name in config.runtime_stages:
+        for name in config.own_stages:
             model = known_decoder(str(MODELS / Path(config.model.source).name.lower()))
             assert model, f"{place}: {config.model.source} has no config.json in {MODELS}"
             judged[f"{place} {name}"] = plan_of(config, name, model).fits

@@ -43,5 +43,5 @@ def test_a_hub_name_cannot_be_read_by_a_trainer() -> None:
 
 def test_the_trainer_of_a_config_is_its_last_stage_s() -> None:
     config = load_config(CONFIG)
-    stage = config.runtime_stages[config.order[-1]]
+    stage = config.own_stages[config.order[-1]]
     assert last_backend(config) == stage.allocation.partition(":")[0]

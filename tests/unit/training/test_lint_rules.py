@@ -34,7 +34,7 @@ def test_what_lint_knows_of_other_modules_is_what_they_have() -> None:
 
 def test_the_values_of_the_demo_are_those_of_its_config() -> None:
     config = load_config(ROOT / "config" / "config.yaml")
-    grpo = config.runtime_stages["grpo"].grpo
+    grpo = config.own_stages["grpo"].grpo
 
     assert grpo is not None
     assert (grpo.max_tokens, config.serve.max_model_len) == (
@@ -42,7 +42,7 @@ def test_the_values_of_the_demo_are_those_of_its_config() -> None:
         lengths.DEMO_LENGTH,
     )
     assert {
-        s.algorithm: s.optimizer.lr for s in config.runtime_stages.values()
+        s.algorithm: s.optimizer.lr for s in config.own_stages.values()
     } == lengths.DEMO_RATES
 
 

@@ -54,7 +54,7 @@ def test_the_ranks_are_told_the_micro_batches_that_fit_their_gpus(
     cluster = config.cluster.model_copy(update={"gpus_per_node": gpus, "gpu_model": "h200"})
     serve = config.serve.model_copy(update={"max_model_len": 2048})
     more = {"batch_size": 128, "activation_checkpointing": True}
-    first = config.runtime_stages["first"].model_copy(update=more)
+    first = config.own_stages["first"].model_copy(update=more)
     asked = config.model_copy(
         update={"cluster": cluster, "serve": serve, "stages": {"first": first}}
     )

@@ -125,7 +125,7 @@ def with_micro_batches(config: Config, name: str, model: Decoder | None) -> Stag
     Raises:
         UsageError: as `plan_of`.
     """
-    stage, length = config.runtime_stages[name], config.serve.max_model_len
+    stage, length = config.own_stages[name], config.serve.max_model_len
     said = stage.micro_batch_size or stage.max_tokens_per_micro_batch
     if said or not config.cluster.gpus_per_node:
         return stage

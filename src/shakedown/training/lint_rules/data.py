@@ -34,7 +34,7 @@ def rows_can_be_read(inputs: Inputs) -> Iterator[Finding]:
 def heldout_is_apart(inputs: Inputs) -> Iterator[Finding]:
     """What is measured was not trained on; nothing is measured with eval_samples: 0."""
     data = inputs.config.data
-    if not any(stage.eval_samples for stage in inputs.config.runtime_stages.values()):
+    if not any(stage.eval_samples for stage in inputs.config.own_stages.values()):
         return
     train = parse_source(data.train, form=data.format)
     heldout = parse_source(data.heldout, form=data.format, heldout=True)
@@ -119,5 +119,5 @@ def template_of_agents(inputs: Inputs) -> Iterator[Finding]:
 
 def uses_reward(inputs: Inputs) -> bool:
     """Whether anything of the run is judged by data.reward."""
-    stages = inputs.config.runtime_stages.values()
+    stages = inputs.config.own_stages.values()
     return any(stage.eval_samples or (stage.grpo and not stage.grpo.agent) for stage in stages)

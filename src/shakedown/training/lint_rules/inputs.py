@@ -60,7 +60,7 @@ class Inputs:
     @property
     def stages(self) -> Iterator[tuple[str, StageConfig]]:
         """Each stage of our own with its key."""
-        return ((f"stages.{name}", stage) for name, stage in self.config.runtime_stages.items())
+        return ((f"stages.{name}", stage) for name, stage in self.config.own_stages.items())
 
     @property
     def commands(self) -> Iterator[tuple[str, CommandStage]]:

@@ -150,7 +150,7 @@ def memory(inputs: Inputs) -> Iterator[Finding]:
     longest rows that may come, which a stage need never see: a warning.
     """
     cluster = inputs.config.cluster
-    if inputs.decoder is None or not inputs.config.runtime_stages:
+    if inputs.decoder is None or not inputs.config.own_stages:
         return
     if cluster.gpus_per_node and not cluster.gpu_model:
         expected = f"the GPU as Slurm's gres names it, such as {', '.join(KNOWN)}"

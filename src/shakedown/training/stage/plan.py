@@ -41,7 +41,7 @@ def plan_any(
     Raises:
         UsageError, ConfigError, UntrustedError: as `plan_stage` and `plan_command`.
     """
-    if stage in config.runtime_stages:
+    if stage in config.own_stages:
         given = read_assets(assets)
         return plan_stage(config, stage, paths, given, model=model, replay=replay)
     if replay:
