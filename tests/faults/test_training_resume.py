@@ -480,4 +480,4 @@ def test_a_rank_whose_rank_0_is_killed_says_that_it_is_gone(stage: Stage) -> Non
     stage.kill(0)
 
     assert stage.end() == [-signal.SIGKILL, 3]
-    assert "rank 0 is gone, which decides" in stage.log(1)
+    assert "rank 0, which coordinates the run, has exited" in stage.log(1)

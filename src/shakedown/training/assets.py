@@ -1,4 +1,4 @@
-"""A run's model and data: the demo's are written, given ones checked; later stages read which."""
+"""A run's model and data: the demo's are written, given ones are checked and recorded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -89,7 +89,7 @@ def model_source(config: Config, assets: Path | None) -> str:
 
 
 def heldout_source(config: Config) -> str:
-    """The held-out rows of a run; the demo's lie where `shakedown assets` wrote them.
+    """The held-out rows of a run; the demo's are where `shakedown assets` wrote them.
 
     Raises:
         UsageError: the demo's rows were not written yet.
@@ -132,7 +132,7 @@ def _fetched(name: str) -> str:
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(
-            f"model.source {name!r} is no local folder and could not be fetched: {reason}",
+            f"model.source {name!r} is not a local folder and could not be fetched: {reason}",
             hint="give the path of a Hugging Face folder, or check name, network and token",
         ) from error
     return folder
@@ -214,7 +214,7 @@ def _check(config: Config, assets: Assets) -> tuple[list[Finding], dict[str, flo
 
 
 def _without_images(assets: Assets) -> list[Finding]:
-    """Questions about an image that the model is not shown can only be guessed."""
+    """A warning for problems with images, which the model is not shown and can only guess."""
     return [
         Finding(
             "images",
@@ -234,7 +234,7 @@ def _without_images(assets: Assets) -> list[Finding]:
 def _disjoint(
     train: Sequence[Conversation], heldout: Sequence[Conversation], subject: str
 ) -> Finding:
-    """Held-out problems that are trained on measure memory, not learning."""
+    """A finding for held-out problems that are also trained on: those measure memory."""
     known = {tuple(message["content"] for message in row.messages) for row in train}
     shared = sum(tuple(m["content"] for m in row.messages) in known for row in heldout)
     return Finding(
@@ -251,5 +251,5 @@ def _disjoint(
 
 
 def _length(row: Conversation) -> int:
-    """In characters: near enough to find the longest row without encoding all."""
+    """Length in characters: good enough to find the longest row without encoding all."""
     return sum(len(message["content"]) for message in row.messages)

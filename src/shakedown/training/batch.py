@@ -44,7 +44,7 @@ class TokenBatch:
 
 
 def extent(batches: Sequence[TokenBatch]) -> tuple[int, int, int]:
-    """How many micro batches, the most rows of one, the most tokens of a row with its padding."""
+    """The number of micro batches, the most rows of one, the most tokens of a padded row."""
     shapes = [batch.tokens.shape for batch in batches]
     return len(shapes), max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
 

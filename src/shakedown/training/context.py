@@ -16,7 +16,7 @@ from shakedown.training.stage.stopping import StopFlag
 
 
 class StopRequestedError(Exception):
-    """Somebody asked to stop, and this is a place where nothing is half done."""
+    """A stop was requested, and this is a point where nothing is half done."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Context:
     capture: Capture = field(default_factory=lambda: Capture(None))
 
     def beat(self, phase: Phase) -> None:
-        """Tell the watcher where this rank is."""
+        """Report to the watcher where this rank is."""
         self.heartbeat.beat(phase=phase, step=self.step)
 
     def profile(self, step: int | None) -> None:

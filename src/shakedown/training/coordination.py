@@ -1,12 +1,12 @@
-"""What the ranks agree on: sums by one collective, decisions of rank 0 without any.
+"""Coordination of the ranks: sums by one collective, decisions of rank 0 without any.
 
-A decision that can take long (a rollout batch, an evaluation) must not be waited for inside a
-collective: it could not beat, and a hang diagnosis could not tell waiting from hanging. So rank 0
-writes its decision into the process group's store, which tells the others once it is there: none
-asks again and again, so that a thousand ranks that wait cost rank 0 nothing.
+A decision that can take long (a rollout batch, an evaluation) must not be awaited inside a
+collective: the rank could not beat, and a hang diagnosis could not tell waiting from hanging. So
+rank 0 writes its decision into the process group's store, which notifies the others: none polls,
+so a thousand waiting ranks cost rank 0 nothing.
 
-torch's store asks nobody who they are: any process that reaches its port can write into it. So what
-the ranks tell each other there is signed.
+torch's store has no authentication: any process that reaches its port can write into it. So the
+ranks sign their messages there.
 """
 
 import functools
@@ -25,7 +25,7 @@ from shakedown.core.errors import CannotJudgeError, ShakedownError
 
 _POLL_SECONDS = 0.02  # of rank 0's own store
 _BEAT_SECONDS = 0.5
-# With the reason behind it, what rank 0 writes in place of a decision that it could not make.
+# Prefix of the reason that rank 0 writes instead of a decision that it could not make.
 _FAILED = "failed:"
 _FAILURES = "_failures"  # a name in the ranks' sum: how many of them failed
 # Rank 0 holds the store: were it gone before the others looked, they would see a broken connection.
@@ -34,7 +34,7 @@ _SIGNATURE_BYTES = hashlib.sha256().digest_size
 
 
 class PeerFailedError(CannotJudgeError):
-    """Another rank failed, and this one heard of it; it met nothing itself."""
+    """Another rank failed, and this one was told; it has no error of its own."""
 
 
 class Ranks:
@@ -145,7 +145,8 @@ class Ranks:
         try:
             return self._follow(key, waiting)
         except dist.DistNetworkError as error:
-            raise CannotJudgeError(f"rank 0 is gone, which decides ({key})") from error
+            why = f"rank 0, which coordinates the run, has exited (waiting for {key})"
+            raise CannotJudgeError(why) from error
 
     def _follow(self, key: str, waiting: Callable[[], None]) -> str:
         arrival = self._arrival(key)
@@ -205,14 +206,14 @@ class Ranks:
         if not hmac.compare_digest(signature, self._signature(name, text)):
             raise CannotJudgeError(
                 f"{name} in the ranks' store is not signed with this attempt's key: "
-                "a process that is none of its ranks wrote it",
+                "a process outside the job wrote it",
                 hint="see who else uses the nodes, and run the stage where nobody does "
                 "(sbatch --exclusive)",
             )
         return text.decode()
 
     def _signature(self, name: str, text: bytes) -> bytes:
-        """Of a text under one name: it is worth nothing under that of another decision."""
+        """The signature of a text under one name; it is invalid under any other."""
         return hmac.digest(self._key, name.encode() + b"\0" + text, hashlib.sha256)
 
     def _wait_until_heard(self, key: str, *, by: int) -> None:

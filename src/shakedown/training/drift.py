@@ -1,7 +1,7 @@
-"""Drift: trainer and engine disagree on tokens, both by the weights that wrote them.
+"""Drift: trainer and engine disagree on tokens of the same weights.
 
-Of a stage's rows of metrics alone, so that the trainer as it goes and its supervisor in the end see
-the same. Tokens whose weights the trainer no longer has are not judged: the policy has moved.
+Judged by a stage's rows of metrics alone, so that the trainer during the run and its supervisor at
+the end see the same. Tokens of weights that the trainer no longer has are not judged.
 """
 
 import shlex
@@ -25,7 +25,7 @@ FEWEST_TOKENS = 100
 
 
 class DriftError(ShakedownError):
-    """The engine's log-probabilities are not those of the weights that it says it has."""
+    """The engine's log-probabilities are not those of the weights that it claims to have."""
 
     exit_code = ExitCode.FAIL
 
@@ -66,7 +66,7 @@ class DriftWatch:
     _now: dict[str, Drift] = field(default_factory=dict)
 
     def add(self, row: Mapping[str, Any]) -> list[Drift]:
-        """Those that this row makes a drift; a row with too few judged tokens says nothing."""
+        """The drifts that this row completes; a row with too few judged tokens is skipped."""
         tokens, step = row.get(f"{ON_POLICY}tokens"), row.get("step")
         if not is_finite_number(tokens) or tokens < FEWEST_TOKENS or not is_finite_number(step):
             return []
@@ -93,7 +93,7 @@ class DriftWatch:
 
 
 def drift_limits(config: Config, stage: str) -> dict[str, float]:
-    """What `compare` would fail above; empty: off."""
+    """The limits of `compare`; empty: off."""
     grpo = config.own_stages[stage].grpo
     if grpo is None or grpo.drift.action == "off":
         return {}
@@ -131,7 +131,7 @@ def note_stop(job: StageJob, told: str) -> None:
 
 
 def compare_command(job: StageJob) -> str:
-    """What tells engines that differ from an engine that has other weights: it loads the same."""
+    """The command that tells differing engines from differing weights: it loads the same ones."""
     model = shlex.quote(job.model)
     return (
         f"shakedown compare --reference transformers:{model} --engine {job.engine}:{model} "
@@ -170,7 +170,7 @@ def drift_findings(
 
 
 def sentence(drifts: Sequence[Drift]) -> str:
-    """Of drifts that one row made so; all have lasted equally long."""
+    """The sentence for drifts that one row completed; all have lasted equally long."""
     since = f", above the limits since step {drifts[0].first}" if drifts[0].steps > 1 else ""
     return (
         f"step {max(drift.last for drift in drifts)}: trainer and engine differ on tokens of the "
@@ -179,7 +179,7 @@ def sentence(drifts: Sequence[Drift]) -> str:
 
 
 def advice(drift: Drift) -> str:
-    """Where to look."""
+    """Advice where to look."""
     if drift.judged:
         return (
             f"{drift.judged} judged steps before were within the limits: does the engine take the "

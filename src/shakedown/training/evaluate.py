@@ -73,7 +73,7 @@ class Evaluator:
         return figures(rewards[:count], rewards[count:])
 
     async def _rewards(self, texts: Sequence[str], progress: Callable[[], None]) -> list[float]:
-        """In processes of their own: code that never returns must not stop the trainer."""
+        """Rewards from separate processes: code that never returns must not stop the trainer."""
         prompts = [*self._held_out.prompts, *self._held_out.prompts]
         async with RewardPool(self._reward, self._limits) as pool:
             beating = asyncio.create_task(_while_it_moves(pool, progress))
@@ -132,7 +132,7 @@ class Evaluator:
 
 
 class ServedScores:
-    """What the orchestrator measured by the stage's server, as rank 0 of the trainer finds it."""
+    """Scores that the orchestrator measured with the stage's server, for the trainer's rank 0."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._seen = path, 0
@@ -151,8 +151,8 @@ class ServedScores:
 
 @contextmanager
 def _settings(model: Any, settings: GenerationConfig) -> Iterator[None]:
-    """In place of the model's own: transformers fills what an argument leaves out from those, such
-    as a repetition penalty, which no rollout has.
+    """Replace the model's own settings, from which transformers fills omitted arguments, such as a
+    repetition penalty, which no rollout has.
     """
     own, model.generation_config = model.generation_config, settings
     try:
@@ -162,7 +162,7 @@ def _settings(model: Any, settings: GenerationConfig) -> Iterator[None]:
 
 
 class _Beat(StoppingCriteria):  # type: ignore[misc]
-    """Stops nothing, and says that a token was made."""
+    """Reports each token; never stops the generation."""
 
     def __init__(self, progress: Callable[[], None]) -> None:
         self._progress = progress

@@ -1,4 +1,4 @@
-"""What injected faults do to a running process; imports without torch."""
+"""Acts of injected faults on a running process; imports without torch."""
 
 import gc
 import os
@@ -75,12 +75,12 @@ def stop_process(_strike: Strike) -> None:
 
 
 def kill_process(_strike: Strike) -> None:
-    """The process dies without a word, as when the kernel is out of memory."""
+    """The process dies silently, as when the kernel is out of memory."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def sleep_for_ever(_strike: Strike) -> None:
-    """What is waited for here never comes."""
+    """Wait forever."""
     while True:
         time.sleep(3600)
 

@@ -1,4 +1,4 @@
-"""Faults to inject, by name; imports without torch. What they do: `fault_acts`."""
+"""Faults to inject, by name; imports without torch. Their acts: `fault_acts`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ KINDS: dict[str, InjectedFault] = {
     "stop_rank": InjectedFault("step", "one rank stopped by SIGSTOP", acts.stop_process),
     "kill_rank": InjectedFault("step", "one rank killed by SIGKILL", acts.kill_process),
     "dataloader": InjectedFault(
-        "data", "one rank's data iterator sleeps for ever", acts.sleep_for_ever
+        "data", "one rank's data iterator sleeps forever", acts.sleep_for_ever
     ),
     "dataloader_worker": InjectedFault(
         "data", "one rank's loader worker waits for a lock held at its fork", acts.dataloader_worker

@@ -41,7 +41,7 @@ def trainer_scores(backend: str, model: str) -> TrainerScores:
 
     def scores(items: Sequence[Scored], dtype: str, temperature: float) -> list[Array]:
         if not Path(model).is_dir():
-            raise CannotJudgeError(f"{backend} reads a folder, and {model} is none")
+            raise CannotJudgeError(f"{backend} reads a folder, and {model} is not one")
         kind = engine_class(f"{backend}:d1")
         return _scored(kind, Path(model), items, dtype, temperature or 1.0)
 
@@ -51,7 +51,7 @@ def trainer_scores(backend: str, model: str) -> TrainerScores:
 def _scored(
     kind: Any, model: Path, items: Sequence[Scored], dtype: str, temperature: float
 ) -> list[Array]:
-    """As the trainer does it: rows padded at their end, in micro batches."""
+    """Scores as the trainer computes them: rows padded at their end, in micro batches."""
     import torch
 
     from shakedown.training.batch import pad_rows

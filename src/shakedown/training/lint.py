@@ -18,10 +18,10 @@ from shakedown.training.lint_rules.own_code import own_code
 
 
 def findings_of(config: Config) -> list[Finding]:
-    """All that is wrong with a config, or suspicious.
+    """All faults of a config, and suspicious settings.
 
-    A user's own reward is called, in a process of its own, and so is an agent's module imported
-    that does not show its class: their code may do anything.
+    A user's own reward is called in a separate process, and so is an agent's module imported if it
+    does not show its class: their code may do anything.
     """
     reward, own = config.data.reward, is_own(config.data.reward)
     # `lint` compares names: a user's own reward passes there, and is judged by its calls below.
@@ -35,7 +35,7 @@ def findings_of(config: Config) -> list[Finding]:
 
 
 def faults_of(findings: Sequence[Finding]) -> list[Finding]:
-    """What stops a run; the others are advice."""
+    """The findings that stop a run; the others are advice."""
     return [finding for finding in findings if finding.status != "warn"]
 
 
@@ -73,10 +73,10 @@ def _placed(findings: Sequence[Finding], paths: Sequence[Path]) -> list[Finding]
 
 
 def require_sound(config: Config, paths: Sequence[Path]) -> list[str]:
-    """What lint advises, a sentence each; `paths`: the config's files, in which each has its place.
+    """The advice of lint, one sentence each; `paths`: the config's files, to locate keys in.
 
     Raises:
-        ConfigError: lint has something against the config.
+        ConfigError: lint found faults in the config.
     """
     findings = _placed(findings_of(config), paths)
     faults = faults_of(findings)

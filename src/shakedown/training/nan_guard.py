@@ -16,7 +16,7 @@ from shakedown.training.context import Context
 
 
 class DivergedError(ShakedownError):
-    """The loss or its gradient is NaN or infinite: training on would be in vain."""
+    """The loss or its gradient is NaN or infinite: further training would be useless."""
 
     exit_code = ExitCode.FAIL
 

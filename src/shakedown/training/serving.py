@@ -12,7 +12,7 @@ SERVED_NAME = "policy"
 
 
 def launch_spec(serve: ServeConfig, *, model: str, dtype: str, seed: int) -> LaunchSpec:
-    """What the config says of every server of the run; host and port are left open.
+    """The launch of every server of the run, by the config; host and port are left open.
 
     Its log-probabilities are processed ones, which a policy update needs.
 

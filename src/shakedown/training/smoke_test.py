@@ -81,7 +81,7 @@ def _engine(model: str) -> Handler:
 
 @dataclass(frozen=True)
 class PartFault:
-    """What is wrong with a part."""
+    """The fault of a part."""
 
     text: str
     code: ExitCode = ExitCode.FAIL
@@ -124,7 +124,7 @@ KINDS = ("reward", "agent", "sink")
 
 
 def smoke_test(kind: str, name: str, kwargs: Mapping[str, Any], model: str) -> PartFault | None:
-    """What is wrong with it; None when it works."""
+    """The part's fault; None when it works."""
     if kind == "agent":
         return try_agent(name, kwargs, model)
     return try_reward(name) if kind == "reward" else try_sink(name)

@@ -163,7 +163,7 @@ class Trainer:
         return done
 
     def _watch_drift(self, row: Mapping[str, float]) -> None:
-        """Say it, or end the stage: before a checkpoint of such weights, but with the row.
+        """Report a drift, or end the stage: before a checkpoint of such weights, with the row.
 
         Raises:
             DriftError: the engine's log-probabilities are beyond the limits.
@@ -280,7 +280,7 @@ class Trainer:
         return Evaluator(held_out, engine, reward=job.reward, limits=job.reward_limits)
 
     def _export(self) -> None:
-        """The trained model as a Hugging Face folder, whole or not there."""
+        """Export the trained model as a Hugging Face folder, complete or absent."""
         context, target = self._context, self._context.job.paths.export
         context.beat("checkpoint")
         weights = context.engine.gather(context.engine.torch_dtype)  # collective, as in `_measure`
@@ -297,7 +297,7 @@ class Trainer:
 
 
 def _failure(act: Callable[[], object]) -> ShakedownError | None:
-    """The error that one rank meets alone, for the next sum of all."""
+    """The error of this rank alone, to be told in the next sum of all."""
     try:
         act()
     except ShakedownError as error:
@@ -306,7 +306,7 @@ def _failure(act: Callable[[], object]) -> ShakedownError | None:
 
 
 def finish_together(context: Context) -> None:
-    """No rank leaves before the others are done: rank 0 serves the store."""
+    """Wait until all ranks are done before one leaves: rank 0 serves the store."""
     cleanup()
     context.beat("finished")
 

@@ -211,9 +211,9 @@ class PolicyUpdate:
         old: Mapping[int, torch.Tensor],
         written: torch.Tensor | None,
     ) -> dict[str, float]:
-        """Over all tokens at once: a percentile or a correlation is no sum over ranks.
+        """Statistics over all tokens at once: percentiles and correlations are not sums over ranks.
 
-        Four bytes a token travel, which is little beside the gradients.
+        Four bytes per token travel, which is little beside the gradients.
         """
         # Each rank fills in its own tokens; the maximum over the ranks drops the others' -inf.
         trainer = torch.full((batch.trained_tokens,), -torch.inf)

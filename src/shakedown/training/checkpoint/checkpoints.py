@@ -42,7 +42,7 @@ _PREFIX = "step_"
 _NAME = re.compile(rf"{_PREFIX}[0-9]{{1,18}}")
 _META = "meta.json"
 _ROUND_SECONDS = 0.1  # of waiting for a thread, before the ranks ask each other again
-# What a rank waits for its thread at the end; the supervisor gives it ten seconds (stage/run.py).
+# Seconds that a rank waits for its thread at the end, of the supervisor's ten (stage/run.py).
 LAST_SECONDS = 8.0
 
 # Names in the ranks' sum of a step: ranks whose thread still writes, and those that failed.
@@ -51,7 +51,7 @@ _WRITING, _FAILED = "_writing", "_unwritten"
 
 @dataclass(frozen=True)
 class Meta:
-    """What a checkpoint says of itself.
+    """The metadata of a checkpoint.
 
     `files`: by relative name; no CRC-32 of what was attached. `data`: the place in the data; empty:
     the step says it. `digest`: of all the rest, for meta.json itself.
@@ -66,8 +66,8 @@ class Meta:
     digest: str = ""
 
     def own_digest(self) -> str:
-        """What `digest` has to be."""
-        # 64 bits are enough to show damage; this is no protection against forgery.
+        """The expected `digest`."""
+        # 64 bits are enough to show damage; they do not protect against forgery.
         body = {name: value for name, value in asdict(self).items() if name != "digest"}
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -284,7 +284,7 @@ class Checkpoints:
         """
         while self._in_flight is not None:
             self._in_flight.saving.allow()  # whoever waits has logged its step
-            # In rounds: rank 0's thread waits for the parts of all ranks, and would wait for ever
+            # In rounds: rank 0's thread waits for the parts of all ranks, and would wait forever
             # for that of a rank whose thread has failed.
             self._in_flight.saving.join(_ROUND_SECONDS)
             self.agree(self._ranks.sum(self.flags()))

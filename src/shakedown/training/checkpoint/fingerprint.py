@@ -1,4 +1,4 @@
-"""What a checkpoint and the job that wants to go on from it must have in common."""
+"""Fingerprint: the common properties of a checkpoint and the job that resumes from it."""
 
 import functools
 import json
@@ -123,7 +123,7 @@ def _matching(folder: Path, patterns: Iterable[str]) -> set[Path]:
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, Any]) -> list[str]:
-    """What has to match and does not, one text for each name, for a person to read.
+    """The mismatches, one text for each name, for a person to read.
 
     A key that came after their checkpoint was written matches while it has its default; one that
     may change by now is passed over.
@@ -148,7 +148,7 @@ def known(theirs: Mapping[str, Any]) -> dict[str, str]:
 
 
 def shaping(made: Mapping[str, str]) -> dict[str, str]:
-    """What shapes the steps that are done: more of them do not change these at a constant rate."""
+    """The settings that shape past steps: at a constant rate, more steps do not change them."""
     constant = made.get("optimizer.schedule", "constant") == "constant"
     return {name: value for name, value in made.items() if not constant or name != "steps"}
 
@@ -165,7 +165,7 @@ def _same(name: str, ours: Mapping[str, str], theirs: Mapping[str, Any]) -> bool
 
 @functools.cache
 def _absent() -> Mapping[str, str]:
-    """What a checkpoint means by a name that it does not have, as the key came after it.
+    """The value that a checkpoint implies for a name that is newer than itself.
 
     A new key of these sections is added with a default that does what was done before.
     """

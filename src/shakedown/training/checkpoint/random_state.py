@@ -51,7 +51,7 @@ def load_random(path: Path) -> None:
             found = state["numpy"]
             key = np.array(found["state"]["key"], dtype=np.uint32)
             np.random.set_state({**found, "state": {**found["state"], "key": key}})
-    # What torch.load and the generators raise for a file that is cut off, changed or another's.
+    # Exceptions of torch.load and the generators for a file that is cut off, changed or foreign.
     except (
         OSError,
         RuntimeError,

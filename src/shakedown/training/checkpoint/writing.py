@@ -117,7 +117,7 @@ class Saving:
                     )
             more = [name for name in files_below(self.staged) if name not in told]
             completed = [name for name in more if name.startswith(f"{ENGINE}/")]
-            # What was attached has checksums of its own, and may be damaged without harm.
+            # Attached files have checksums of their own, and may be damaged without harm.
             attached = {name: FileSum((self.staged / name).stat().st_size) for name in more}
             return attached | told | file_sums(self.staged, completed)
 

@@ -41,7 +41,7 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 # Below this many parameters FSDP gathers one unit at once: one collective instead of one a layer.
 # That is 100 MB in bfloat16, which a rank then holds whole.
 ONE_UNIT_PARAMETERS = 50_000_000
-# What a block's float32 logits may take.
+# Bytes that a block's float32 logits may take.
 BLOCK_BYTES = 2**29
 
 

@@ -259,7 +259,7 @@ class TrainEngine(ABC):
 
     @property
     def learning_rate(self) -> float:
-        """Of the next update."""
+        """The learning rate of the next update."""
         settings, total = self._settings, self.total_updates
         return settings.lr * rate_share(self.updates, settings, total=total)
 

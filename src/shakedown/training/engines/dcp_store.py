@@ -88,7 +88,7 @@ class _Reader(dcp.FileSystemReader):  # type: ignore[misc]
     def read_metadata(self) -> Metadata:
         found = read_records(Path(self.path, ".metadata"))
         if not isinstance(found, Metadata):
-            raise StorageError(f"{self.path}/.metadata is no metadata but {type(found).__name__}")
+            raise StorageError(f"{self.path}/.metadata is not metadata but {type(found).__name__}")
         for each in found.storage_data.values():
             if Path(each.relative_path).name != each.relative_path:
                 raise StorageError(f"{each.relative_path!r} is not in {self.path}")

@@ -52,7 +52,7 @@ from shakedown.training.engines.sharded_load import (
     sharded_copy,
 )
 
-# What torch.compile calls, by the variable that names another one: Inductor's for CPUs, Triton's.
+# Compilers of torch.compile, by the variable that overrides each: Inductor's for CPUs, Triton's.
 _COMPILERS = {"CXX": ["g++"], "CC": ["gcc", "clang"]}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

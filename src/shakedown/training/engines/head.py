@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from shakedown.training.engines.scoring import Head
 
-# What a forward pass is seen to raise whose parts are not where `_Between` puts its own.
+# Errors of a forward pass whose parts are not where `_Between` puts its own.
 _REFUSALS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
@@ -99,7 +99,7 @@ class _Between:
 
 
 class _Output(BaseModelOutputWithPast):  # type: ignore[misc]
-    """Of any base model: what only some have (routers' logits, cross attentions) is None."""
+    """The output of any base model: parts that only some have (router logits) are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):

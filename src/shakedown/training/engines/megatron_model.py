@@ -21,7 +21,7 @@ from shakedown.training.engines.megatron_cpu import (
 )
 from shakedown.training.engines.scoring import Head, kept_columns, score
 
-# What megatron-core's global groups were made for: t, p and torch's default group. They are one set
+# The arguments of megatron-core's global groups: t, p and torch's default group. They are one set
 # for the process, whatever its engines.
 _joined: list[tuple[int, int, Any]] = []
 
@@ -138,7 +138,7 @@ class Forward:
         group = parallel_state.get_tensor_model_parallel_group()
         width = self._inner.output_layer.output_size_per_partition
         first = dist.get_rank(group) * width
-        # What lies beyond the vocabulary on the last ranks is padding.
+        # Rows beyond the vocabulary on the last ranks are padding.
         real = max(0, min(width, self._vocabulary - first))
         weight = self._weight()[:real]
         output = output.to(weight.dtype)  # Float16Module gives float32
@@ -166,7 +166,7 @@ class Forward:
 
 
 def _as_it_is(hidden: torch.Tensor, **_kwargs: Any) -> tuple[torch.Tensor, None]:
-    """In place of an output layer's forward pass: `Forward.score` multiplies by its weight."""
+    """Replaces an output layer's forward pass: `Forward.score` multiplies by its weight."""
     return hidden, None
 
 

@@ -231,7 +231,7 @@ class Pipeline:
             return
         gradient = named[EMBEDDING].grad.to_local()
         other, peer = torch.empty_like(gradient), self._ps - 1 if first else 0
-        # Both at once: two stages that each send first may wait for one another for ever.
+        # Both at once: two stages that each send first may wait for one another forever.
         for work in dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, gradient.contiguous(), group=self._group, group_peer=peer),

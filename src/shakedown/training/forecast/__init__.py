@@ -1,1 +1,1 @@
-"""What a stage will need and reach, before it runs: pure, from config and config.json alone."""
+"""Forecast of a stage's memory and speed before it runs: pure, from config and config.json."""

@@ -39,7 +39,7 @@ KNOWN = tuple(name.lower().replace(" ", "_") for name in _CARDS)
 class Card:
     """`memory`: bytes. Drivers show some 6 % more than the sheet's GB (81,559 MiB of an H100's 80
     GB), which is left for what is not planned: CUDA's contexts, NCCL's buffers, the allocator.
-    `bandwidth`: bytes a second.
+    `bandwidth`: bytes per second.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Card:
 
 
 def card_of(gpu: str) -> Card | None:
-    """By a name as Slurm's gres or the driver has it, such as h100; None for one not known."""
+    """The card by its name in Slurm's gres or the driver, such as h100; None if not known."""
     name = known_gpu(gpu)
     if name is None:
         return None

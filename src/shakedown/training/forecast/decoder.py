@@ -131,12 +131,12 @@ class Decoder:
 
     @property
     def kinds(self) -> Mapping[Layer, int]:
-        """Of the whole model."""
+        """Parameters of the whole model."""
         return self.layers_of(0, self.layers)
 
     @property
     def assumes(self) -> str:
-        """What is taken for granted of experts, in a line; empty where there are none."""
+        """The assumptions about experts, in one line; empty where there are none."""
         experts = self.experts
         if experts is None:
             return ""

@@ -1,4 +1,4 @@
-"""What an inference server's rank holds, and how fast it can generate at most."""
+"""Memory of an inference server's rank, and its highest speed of generation."""
 
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class ServerForecast:
-    """Of one rank in bytes; `tokens`: that a replica's cache holds; `speed`: tokens a second of all
+    """Bytes of one rank; `tokens`: that a replica's cache holds; `speed`: tokens per second of all
     replicas at most, None without figures of the GPU.
     """
 
@@ -58,7 +58,7 @@ def plan_server(
 
 
 def _speed(model: Decoder, serving: Serving, tokens: int, card: Card, flops: float) -> float:
-    """Tokens a second of a replica at most.
+    """Highest number of tokens per second of a replica.
 
     A step of generation reads weights and cache once and computes 2 N operations a token, for N
     parameters in its matrix products; the longer of the two bounds it (the roofline of Williams et

@@ -55,7 +55,7 @@ def _server(plan: StageForecast, server: ServerForecast) -> Iterator[str]:
     yield _row("server weights", server.weights)
     yield _row("keys and values", max(0, server.cache)) + f", {server.tokens} tokens a replica"
     if server.speed is not None:
-        yield f"  generates {server.speed:,.0f} tokens a second at most, all replicas together"
+        yield f"  generates {server.speed:,.0f} tokens per second at most, all replicas together"
 
 
 def _speed(plan: StageForecast) -> Iterator[str]:
@@ -64,13 +64,13 @@ def _speed(plan: StageForecast) -> Iterator[str]:
         yield f"no speed, memory alone: {told}"
         return
     yield (
-        f"expected: MFU {plan.mfu:.0%}, {plan.tokens_per_second:,.0f} trained tokens a second "
+        f"expected: MFU {plan.mfu:.0%}, {plan.tokens_per_second:,.0f} trained tokens per second "
         f"(from {EXPECTED_MFU:.0%}, as Llama 3 reports of H100s; without waits for the network)"
     )
 
 
 def _judged(plan: StageForecast) -> str:
-    needed = f"{plan.needed / GB:.1f} GB a GPU"
+    needed = f"{plan.needed / GB:.1f} GB per GPU"
     if plan.limit is None:
         return f"WARN {needed}: not compared, as the GPU's memory is not known"
     word = "PASS" if plan.fits else "FAIL"

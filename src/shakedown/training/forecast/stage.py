@@ -82,7 +82,7 @@ class StageForecast:
 
     @property
     def least(self) -> int:
-        """As `needed`, whatever the batch."""
+        """The memory needed whatever the batch."""
         return self.states + self.beside
 
     @property
@@ -207,7 +207,7 @@ def _work(config: Config, stage: StageConfig, length: int) -> Work:
 
 
 def _share(stage: StageConfig, part: AllocationPart) -> int:
-    """Rows of a rank; an own agent may make more or fewer."""
+    """Rows of a rank; an agent may make more or fewer."""
     rows = stage.batch_size * (stage.grpo.group_size if stage.grpo else 1)
     return -(-rows // part.size("d"))
 
@@ -222,7 +222,7 @@ def _host(stage: StageConfig, model: Decoder, work: Work) -> dict[str, int]:
 
 
 def _speed(stage: StageConfig, model: Decoder, work: Work, flops: float) -> tuple[float, float]:
-    """Expected MFU, and trained rows' tokens a second over all ranks.
+    """Expected MFU, and trained rows' tokens per second over all ranks.
 
     Forward passes that MFU does not count take their share: checkpointing one more a pass
     backward (Korthikanti et al., arXiv 2205.05198, section 4), GRPO's scores one for the policy
@@ -260,7 +260,7 @@ def _server(
 
 
 def memory_share(engine: str, words: list[str]) -> float:
-    """Of a GPU's memory, as the engine is told; lint judges a value that is none."""
+    """The share of a GPU's memory in the engine's options; lint judges invalid values."""
     option, told = MEMORY_OPTIONS.get(engine, ""), ""
     for place, word in enumerate(words):
         name, mark, value = word.partition("=")

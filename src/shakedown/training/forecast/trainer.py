@@ -64,7 +64,7 @@ class Work:
 
 @dataclass(frozen=True)
 class _Part:
-    """What one pipeline stage has: parameters of a rank before `d` shards them.
+    """One pipeline stage: parameters of a rank before `d` shards them.
 
     Attributes:
         kinds: how many layers of each kind.

@@ -1,4 +1,4 @@
-"""Rules of `shakedown lint` over what a config says together: one pure function a rule.
+"""Rules of `shakedown lint` over several keys of a config: one pure function per rule.
 
 A new rule is a function in the module of its subject and one row in `RULES`. It fails a config
 only where the run cannot work; what is merely suspicious is a warning, which stops nothing.
@@ -67,6 +67,6 @@ RULES: tuple[LintRule, ...] = (
 
 
 def apply_rules(inputs: Inputs) -> Iterator[Finding]:
-    """What all rules find, in their order."""
+    """The findings of all rules, in their order."""
     for rule in RULES:
         yield from rule(inputs)

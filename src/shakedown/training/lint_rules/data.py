@@ -32,7 +32,7 @@ def rows_can_be_read(inputs: Inputs) -> Iterator[Finding]:
 
 
 def heldout_is_apart(inputs: Inputs) -> Iterator[Finding]:
-    """What is measured was not trained on; nothing is measured with eval_samples: 0."""
+    """Held-out data is not trained on; nothing is measured with eval_samples: 0."""
     data = inputs.config.data
     if not any(stage.eval_samples for stage in inputs.config.own_stages.values()):
         return
@@ -109,7 +109,7 @@ def roles_are_known(inputs: Inputs) -> Iterator[Finding]:
 
 
 def template_of_agents(inputs: Inputs) -> Iterator[Finding]:
-    """An agent's prompts are written by the server, which is told what the agent tells it."""
+    """An agent's prompts are rendered by the server, with the template arguments of the agent."""
     given = inputs.config.data.chat_template_kwargs
     if given and any(stage.grpo and stage.grpo.agent for _, stage in inputs.stages):
         expected = "{}, or the same `chat_template_kwargs` in the calls of grpo.agent"

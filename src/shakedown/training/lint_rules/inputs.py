@@ -1,4 +1,4 @@
-"""What the rules judge: the config, and what it names here. Reads files, runs nothing."""
+"""Inputs of the rules: the config, and the files that it names. Reads files, runs nothing."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from shakedown.training.lint_rules.model_sizes import (
     read_sizes,
 )
 
-_MOST_ROWS = 500  # that are read; all that a rule says of rows it says of these
+_MOST_ROWS = 500  # rows that are read and judged
 _MOST_LINE = 1 << 20  # characters: a longer line is not read by lint
 _MOST_COUNTED = 1 << 26  # bytes of a file whose rows are counted: some hundredths of a second
 _PARQUET = b"PAR1"
@@ -42,7 +42,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Inputs:
-    """All that a rule may look at.
+    """Everything that a rule may look at.
 
     Attributes:
         sizes: of a model that is here; None for one of the hub.
@@ -116,7 +116,7 @@ def _parquet(path: Path) -> Rows:
             begin = stream.read(len(_PARQUET))
     except OSError as error:
         return Rows(fault=f"cannot read {path}: {error.strerror}")
-    return Rows() if begin == _PARQUET else Rows(fault=f"{path} is no parquet file")
+    return Rows() if begin == _PARQUET else Rows(fault=f"{path} is not a parquet file")
 
 
 def _demo_rows(config: Config, *, heldout: bool) -> Rows:
@@ -156,7 +156,7 @@ def _memory_folders() -> tuple[Path, ...]:
 
 
 def fault(check: str, subject: str, measured: object, expected: str, remedy: str = "") -> Finding:
-    """What stops a run, at the key `subject`; in one line, as a hint may be in a second one."""
+    """A finding that stops a run, at the key `subject`; in one line, without an error's hint."""
     return Finding(
         check=check,
         status="fail",
@@ -170,5 +170,5 @@ def fault(check: str, subject: str, measured: object, expected: str, remedy: str
 
 
 def advice(check: str, subject: str, measured: object, expected: str, remedy: str = "") -> Finding:
-    """What is suspicious, and stops nothing."""
+    """A finding about a suspicious setting, which stops nothing."""
     return replace(fault(check, subject, measured, expected, remedy), status="warn")

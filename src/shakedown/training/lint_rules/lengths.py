@@ -10,7 +10,7 @@ from shakedown.training.lint_rules.inputs import Inputs, advice, fault
 
 # Words of any tokenizer are longer in most languages: a prompt has more tokens than this says.
 _CHARACTERS_A_TOKEN = 6
-# What config/config.yaml has for two-digit addition, and its learning rates for 0.6M parameters.
+# Values of config/config.yaml for two-digit addition, and its learning rates for 0.6M parameters.
 DEMO_ANSWER, DEMO_LENGTH = 8, 256
 DEMO_RATES = {"sft": 2.0e-3, "grpo": 2.0e-4}
 # Environment and options by which an engine takes a longer sequence than its model's config says.

@@ -80,7 +80,7 @@ def trainer_cuts(inputs: Inputs) -> Iterator[Finding]:
 
 
 def _cut_fault(part: AllocationPart, sizes: ModelSizes) -> str:
-    """What the engine expects instead, as it says itself at its start; empty when it fits."""
+    """The engine's own error about the weights, as at its start; empty when they fit."""
     t, p = part.size("t"), part.size("p")
     if sizes.kind not in FAMILIES:
         splits = part.backend != "fsdp" or t > 1
@@ -103,7 +103,7 @@ def router_loss(inputs: Inputs) -> Iterator[Finding]:
 
 
 def router_loss_left_out(sizes: ModelSizes | None) -> Iterator[Finding]:
-    """A router's balancing loss that config.json asks for is no part of any stage's loss."""
+    """A warning for a router's balancing loss in config.json, which no stage's loss includes."""
     if sizes and sizes.router_loss:
         measured = "output_router_logits: true"
         expected = "false in config.json: a stage's loss is that of its tokens alone"

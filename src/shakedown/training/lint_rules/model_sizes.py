@@ -30,7 +30,7 @@ _DEMO_BODY = {
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What config.json says; None where it does not, or says no positive number.
+    """The sizes in config.json; None where one is absent, or not a positive number.
 
     Attributes:
         kind: `model_type`; of a model with images that of the whole.
@@ -98,7 +98,7 @@ def known_decoder(source: str) -> Decoder | None:
 
 
 def _body(path: Path) -> Mapping[str, Any] | str:
-    """What a config.json holds, or why it cannot be used."""
+    """The content of a config.json, or why it cannot be used."""
     try:
         with path.open("rb") as stream:
             body = json.loads(stream.read(_LONGEST))

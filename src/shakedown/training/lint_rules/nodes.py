@@ -15,21 +15,21 @@ _NODE_LOCAL = re.compile(
     r"/(tmp|var/tmp|dev/shm|run|raid|ssd|nvme|local|(mnt|media|scratch|data)/(local|nvme|ssd))"
     r"([_-]?(scratch|tmp|disk)|\d+)?(?=/|$)"
 )
-# What a launcher that is given already would be asked to run as a script.
+# Launchers that a command would start as the script of another launcher.
 _LAUNCHERS = frozenset({"torchrun", "accelerate", "python", "python3", "srun", "mpirun", "ray"})
 _OF_SCRIPTS = frozenset({"torchrun", "accelerate"})
 _SPREADS = frozenset({"torchrun", "accelerate", "srun"})
 
 
 def results_without_wildcards(inputs: Inputs) -> Iterator[Finding]:
-    """Snakemake takes what stands in braces in the path of an output for a wildcard."""
+    """The path of the results has no braces, which Snakemake takes for wildcards."""
     results = inputs.config.results
     if "{" in results or "}" in results:
         yield fault("results", "results", results, "a path without { and }")
 
 
 def shared_between_nodes(inputs: Inputs) -> Iterator[Finding]:
-    """With jobs on other nodes no path lies where each node has files of its own.
+    """With jobs on other nodes, no path is on a file system that is local to each node.
 
     Only whole paths are judged: relative ones lie where the user works.
     """
@@ -89,7 +89,7 @@ def launched_once(inputs: Inputs) -> Iterator[Finding]:
 
 
 def nodes_are_used(inputs: Inputs) -> Iterator[Finding]:
-    """A command of several nodes knows them, and one of several GPUs has a rank for each."""
+    """A command for several nodes uses their names, and one for several GPUs has a rank each."""
     gpus = inputs.config.cluster.gpus_per_node
     for key, stage in inputs.commands:
         told = stage.placeholders & {"hosts", "head", "nodes"}

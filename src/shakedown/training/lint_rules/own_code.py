@@ -32,7 +32,7 @@ _PROGRAM_ERRORS = ("NameError", "UnboundLocalError", "TypeError")
 
 
 async def own_code(inputs: Inputs) -> list[Finding]:
-    """What is wrong with the user's reward and agents; nothing is started for a plain class."""
+    """Faults of the user's reward and agents; nothing is started for a plain class."""
     config = inputs.config
     agents = {"agents.target": (config.agents.target, config.agents.kwargs)}
     for key, stage in inputs.stages:
@@ -129,7 +129,7 @@ async def _reward(inputs: Inputs) -> list[Finding]:
 
 
 def judge_calls(reward: str, results: Sequence[float | RewardFailure]) -> list[Finding]:
-    """What calls on an empty answer and on right ones in usual forms say of a reward.
+    """Findings of calling a reward with an empty answer and with right ones in usual forms.
 
     It may want a form of its own, or a service that is out of reach here: it is wrong only where
     every call failed as no text and no service makes it fail.

@@ -1,4 +1,4 @@
-"""What the config asks of the inference engine beyond its sizes."""
+"""Rules about the inference engine's options beyond its sizes."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -136,11 +136,11 @@ def gemma3_attention(inputs: Inputs) -> Iterator[Finding]:
 
 
 def agent_engine(inputs: Inputs) -> Iterator[Finding]:
-    """Rollouts of an own agent need chat replies with token ids."""
+    """Rollouts of an agent need chat replies with token ids."""
     serve = inputs.config.serve
     engine = serve.engine
     for key, stage in inputs.stages:
-        # What is not cut is refused for every GRPO stage.
+        # An engine without an allocation is refused for every GRPO stage.
         if stage.grpo and stage.grpo.agent and serve.cut and engine != AGENT_ENGINE:
             subject, expected = f"{key}.grpo.agent", f"serve.engine: {AGENT_ENGINE}"
             remedy = f"{engine} gives no token ids in chat replies"

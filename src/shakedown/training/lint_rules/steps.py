@@ -65,7 +65,7 @@ def batches(inputs: Inputs) -> Iterator[Finding]:
 
 
 def _share(stage: StageConfig) -> int | None:
-    """Sequences of a rank; None where an agent makes as many as it likes."""
+    """Sequences of a rank; None where an agent decides their number."""
     if stage.grpo and stage.grpo.agent:
         return None
     try:
@@ -76,7 +76,7 @@ def _share(stage: StageConfig) -> int | None:
 
 
 def engine_options(inputs: Inputs) -> Iterator[Finding]:
-    """What a stage asks of its engine the engine has."""
+    """The engine has the features that its stage asks for."""
     for key, stage in inputs.stages:
         try:
             part = parse_allocation(stage.allocation).parts[0]
@@ -186,4 +186,4 @@ def _parts(plan: StageForecast) -> str:
     kinds = [f"{kind} {size / GB:.1f}" for kind, size in plan.trainer.items() if size >= GB // 20]
     if plan.beside:
         kinds.append(f"server {plan.beside / GB:.1f}")
-    return f"{plan.needed / GB:.1f} GB a GPU with {micro_batch(plan.work)} ({', '.join(kinds)})"
+    return f"{plan.needed / GB:.1f} GB per GPU with {micro_batch(plan.work)} ({', '.join(kinds)})"

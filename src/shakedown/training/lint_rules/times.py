@@ -12,7 +12,7 @@ _QUEUE_SECONDS = 300.0
 
 
 def trainer_waits(inputs: Inputs) -> Iterator[Finding]:
-    """What a batch may wait for ends before the trainer does, and the trainer after a stall."""
+    """Waits of a batch end before the trainer's, and the trainer's after a stall."""
     reward = inputs.config.data.reward_timeout
     for key, stage in inputs.stages:
         if not stage.grpo:
@@ -42,7 +42,7 @@ def trainer_waits(inputs: Inputs) -> Iterator[Finding]:
 
 
 def start_up(inputs: Inputs) -> Iterator[Finding]:
-    """Start-up has at least the patience of a step, and a stage's server that of the run's."""
+    """Start-up has at least the patience of a step; a stage's server at least the run's."""
     ready = inputs.config.serve.ready_timeout
     for key, stage in inputs.stages:
         subject, start = f"{key}.start_timeout", stage.start_timeout

@@ -1,4 +1,4 @@
-"""The cost of a step: time by phase, tokens a second, memory, utilisation."""
+"""The cost of a step: time by phase, tokens per second, memory, utilisation."""
 
 from collections.abc import Mapping
 from pathlib import Path

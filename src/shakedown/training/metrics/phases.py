@@ -1,4 +1,4 @@
-"""Where a step's time goes: a stop watch with one hand, which each phase takes over in turn."""
+"""Time of a step by phase: a stop watch with one hand, which each phase takes over in turn."""
 
 import functools
 import time

@@ -22,7 +22,7 @@ from shakedown.training.stage.results import read_rows
 
 
 class MetricsLog:
-    """A file of one JSON row a step, without gap or double after a resume.
+    """A file of one JSON row per step, without gaps or duplicates after a resume.
 
     Each row is on its way to disk before `append` returns.
     """
@@ -95,7 +95,7 @@ class MetricsRecord:
             StorageError: metrics.jsonl or provenance.jsonl cannot be read or written.
         """
         self._metrics.keep_until(done)
-        # What another attempt began with at this very step was never saved: it is void as well.
+        # Steps that another attempt began with here were never saved: they are void as well.
         self._provenance.keep_until(done - 1)
         rows = read_rows(self._job.paths.provenance)
         if before is not None and not rows:  # a checkpoint of a release that kept no such file

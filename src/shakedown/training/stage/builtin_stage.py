@@ -36,7 +36,7 @@ _REPORT_GRACE_SECONDS = 120.0  # a server that has nothing more to do, and its p
 
 @dataclass(frozen=True)
 class OwnLaunched(Launched):
-    """Its ranks and its orchestrator beat by themselves."""
+    """An attempt of our own runtime, whose ranks and orchestrator beat by themselves."""
 
     job: StageJob
 
@@ -87,7 +87,7 @@ class StagePlan:
         keep_digests(self.job)  # after all that refuses: it makes the run's folder
 
     def check_restart(self) -> None:
-        """Every stage of our own can."""
+        """Accept: every stage of our own can be restarted."""
 
     def launch(self, attempt: AttemptPaths, nodes: Sequence[str]) -> OwnLaunched:
         devices = self._devices(nodes)
@@ -156,7 +156,7 @@ class StagePlan:
 
 
 def _left_out(job: StageJob) -> list[Finding]:
-    """What the input model asks for and no stage does."""
+    """Findings about settings of the input model that no stage honours."""
     return list(router_loss_left_out(read_sizes(Path(job.model))))
 
 
@@ -165,7 +165,7 @@ def _check_replay(job: StageJob, folder: Path) -> None:
         raise UsageError(f"stage {job.stage} is {job.config.algorithm}: only grpo has rollouts")
     if folder.resolve().is_relative_to(job.paths.root.resolve()):
         raise UsageError(
-            f"{folder} was recorded by this very stage: a replay would set its checkpoints, "
+            f"{folder} was recorded by this same stage: a replay would set its checkpoints, "
             "metrics and model aside",
             hint="give the replay a results folder of its own: --run-dir DIR",
         )

@@ -58,7 +58,7 @@ class CommandJob(SupervisedJob):
 
 @dataclass(frozen=True)
 class CommandLaunched(Launched):
-    """The command's progress is read; its ranks beat only where they want to."""
+    """An attempt of a command: its progress is read; its ranks need not beat."""
 
     job: CommandJob
     signs: Signs = field(kw_only=True)
@@ -69,7 +69,7 @@ class CommandLaunched(Launched):
         return read_heartbeats(self.job.attempt.heartbeats) or [found]
 
     def ask_ranks(self, supervisor: Supervisor) -> None:
-        """By `signal`, on every node."""
+        """Signal the ranks on every node, with `signal`."""
         number = signal.Signals[self.job.config.signal]
         signal_ranks({process.pid for process in _members(supervisor)}, number)
         others = [node for node in self.nodes if node != node_name()]
@@ -84,20 +84,20 @@ class CommandLaunched(Launched):
         return ("--job", os.environ.get("SLURM_JOB_ID", ""), "--this-node")
 
     def note_failure(self) -> None:
-        """The head of a Ray cluster knows of each actor's end; a driver tells whom it met first."""
+        """Collect the Ray head's record of each actor's end; a driver reports only the first."""
         if self.job.ray:
             collect_cluster(str(self.job.ray["address"]), self.job.attempt.evidence)
 
     @property
     def reached_end(self) -> bool:
-        """A trainer that saved and stopped ends with code 0, too: its steps tell."""
+        """Whether all steps are done: a trainer that saved and stopped ends with code 0, too."""
         self.signs.read()
         steps = self.job.config.steps
         return steps is not None and self.signs.step >= steps
 
     @property
     def places_ranks(self) -> bool:
-        """Ray places its actors, and a command of `none` over several nodes its own ranks."""
+        """Whether our nodes hold its ranks in order: not with Ray, nor `none` on several nodes."""
         return len(self.nodes) == 1 or self.job.config.launch not in ("ray", "none")
 
     def finish(self, outcome: Outcome) -> Outcome:
@@ -208,7 +208,7 @@ class CommandPlan:
 
 
 def newest_checkpoint(job: CommandJob) -> Path | None:
-    """The whole checkpoint of the highest number in its path; none under a name for the time."""
+    """The complete checkpoint of the highest number in its path; temporary names do not count."""
     resume = job.config.resume
     if resume is None:
         return None

@@ -22,7 +22,7 @@ from shakedown.training.stage import profiling
 from shakedown.training.stage.devices import StageDevices
 from shakedown.training.stage.job import StageJob
 
-# Debug levels: what a rerun may switch on, cheapest first; docs/hang.md has what each costs. DETAIL
+# Debug levels that a rerun may switch on, cheapest first; docs/hang.md has their cost. DETAIL
 # makes c10d compare every collective over the ranks before it runs; with CUDA_LAUNCH_BLOCKING a
 # stack shows the kernel that hangs, not the next call that waits for it.
 DEBUG_ENVIRONMENT: dict[str, dict[str, str]] = {
@@ -44,7 +44,7 @@ DEBUG_ENVIRONMENT: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """The stage's own inference servers, one a node: where they listen and how they are started.
+    """The stage's own inference servers, one per node: where they listen and how they start.
 
     `base_url`: with commas between several. `replicas`: data-parallel ones of each.
     """
@@ -64,7 +64,7 @@ def trainer_components(
     *,
     profile: ProfileConfig | None = None,
 ) -> list[Component]:
-    """One component a rank here, or one srun step over the nodes of a Slurm job.
+    """One component per rank here, or one srun step over the nodes of a Slurm job.
 
     `gpus`: the variables of `cluster.gpus.wanted_gpus`.
     """

@@ -11,11 +11,11 @@ from shakedown.training.stage.results import read_rows
 
 
 class HeldOutCurve:
-    """Which versions of the weights are still to be measured, and the measurement.
+    """The versions of the weights that are still to be measured, and the measurement.
 
     Args:
-        start: the step that the attempt goes on from. What earlier attempts measured of later ones
-            is void.
+        start: the step that the attempt continues from. Earlier measurements of later steps are
+            void.
 
     `measuring`: one is being measured now.
     """
@@ -48,7 +48,7 @@ class HeldOutCurve:
         return 0 if self._evaluation is None else self._evaluation.progress
 
     def next_version(self, *, after: int, newest: int) -> int:
-        """What to load next: the newest, but for one before it that is to be measured."""
+        """The version to load next: the newest, unless an earlier one is to be measured."""
         coming = range(max(after + 1, self._start), newest)
         return next(filter(self._is_due, coming), newest)
 

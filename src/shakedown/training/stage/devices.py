@@ -1,4 +1,4 @@
-"""Where a stage's trainer and its own server run: nodes and GPUs, by cluster/placement.py."""
+"""Nodes and GPUs of a stage's trainer and its own server, by cluster/placement.py."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ def stage_devices(
     gpus_per_node: int,
     environ: Mapping[str, str] = os.environ,
 ) -> StageDevices:
-    """Which of its nodes a stage's trainer runs on, and who sees which GPUs there.
+    """The nodes of a stage's trainer, and the GPUs that each component sees there.
 
     GPUs are only assigned where there is a server too: a trainer alone begins at GPU 0.
 

@@ -17,7 +17,7 @@ _RENDEZVOUS_BYTES = 2**20  # the rendezvous is logged at the beginning
 
 @dataclass(frozen=True)
 class Ending:
-    """What ended a stage; `component` names the one that failed first."""
+    """The end of a stage; `component` names the one that failed first."""
 
     state: OutcomeState
     sentence: str

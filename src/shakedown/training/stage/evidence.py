@@ -76,10 +76,10 @@ class _OtherNodes:
 
 
 def note_lost_nodes(attempt: AttemptPaths, nodes: Sequence[str]) -> None:
-    """Write down which other nodes of a failed stage Slurm reaches no more, and why.
+    """Write down which other nodes of a failed stage Slurm no longer reaches, and why.
 
-    The ranks of a lost node end without a word, and their peers fail minutes before Slurm gives
-    the node up.
+    The ranks of a lost node end silently, and their peers fail minutes before Slurm gives the node
+    up.
     """
     others = [node for node in nodes if node != node_name()]
     if not others:

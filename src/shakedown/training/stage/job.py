@@ -1,4 +1,4 @@
-"""What one attempt of a training stage is told: written by the supervisor, read by its parts."""
+"""The job of one attempt of a training stage: written by the supervisor, read by its parts."""
 
 import secrets
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _KEY_BYTES = 32  # the size of the SHA-256 that a key goes into (RFC 2104)
 
 
 class SupervisedJob:
-    """What a stage of any kind tells: `world_size` counts ranks; the attempt once it has begun."""
+    """The job of a stage of any kind: `world_size` counts ranks; the attempt once it has begun."""
 
     stage: str
     config: SupervisedStage
@@ -37,7 +37,7 @@ class SupervisedJob:
 
     @property
     def fence(self) -> Fence:
-        """Under which the attempt may write the stage's folder."""
+        """The fence under which the attempt may write the stage's folder."""
         return Fence(self.paths.root, _number(self.attempt.fence))
 
     def write(self, path: Path) -> None:
@@ -46,13 +46,13 @@ class SupervisedJob:
 
 
 def _number(path: Path) -> int:
-    """0 where the attempt has no lease: it was begun without a supervisor."""
+    """The number of the lease; 0 for an attempt begun without a supervisor."""
     try:
         return int(read_own(path))
     except FileNotFoundError:
         return 0
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} holds no number of a lease: {error}") from error
+        raise UsageError(f"{path} does not hold a lease number: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the supervisor knows of a stage: all that differs between our own runtime and a command."""
+"""The supervisor's interface to a stage: the differences of our own runtime and a command."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ class Launched(ABC):
     @property
     @abstractmethod
     def collected_by(self) -> Sequence[str]:
-        """How `hang collect` finds those of another node."""
+        """The arguments by which `hang collect` finds the processes of another node."""
 
     @property
     def reached_end(self) -> bool:
@@ -59,10 +59,10 @@ class Launched(ABC):
 
     @abstractmethod
     def finish(self, outcome: Outcome) -> Outcome:
-        """The outcome with what the stage's own files say."""
+        """The outcome, completed from the stage's own files."""
 
     def note_failure(self) -> None:  # noqa: B027  # most stages know nothing that ends with them
-        """Write down what a failed stage's programs know, before they are ended."""
+        """Write down the knowledge of a failed stage's programs, before they are ended."""
 
     def last_words(self) -> Sequence[str]:
         """Sentences for the terminal, before temporary folders go."""
@@ -74,7 +74,7 @@ class AttemptPlan(Protocol):
 
     @property
     def job(self) -> SupervisedJob:
-        """Without an attempt."""
+        """The job, without an attempt."""
 
     def check(self, nodes: Sequence[str]) -> None:
         """Refuse what cannot be run on these nodes, before anything is changed.

@@ -1,4 +1,4 @@
-"""How the ranks of a command are started: by each launcher, here or over a Slurm job."""
+"""Launchers of a command's ranks, here or over a Slurm job."""
 
 import os
 import secrets
@@ -24,7 +24,7 @@ RAY = "ray"  # needed until the command has ended: see `endings`
 
 @dataclass(frozen=True)
 class TrainerLaunch:
-    """What a launcher is told.
+    """The launch of a command stage.
 
     `words`: the command. `head`: the first node's address, `port` one that is free there.
     `python`: of the trainer's environment. `start_timeout`: seconds that Ray's nodes may take.
@@ -45,7 +45,7 @@ class TrainerLaunch:
 
     @property
     def log_dir(self) -> str:
-        """Where a launcher writes a folder of logs a rank."""
+        """The folder in which a launcher writes one folder of logs per rank."""
         return str(self.attempt.logs.absolute())
 
 
@@ -63,7 +63,7 @@ def launch_components(kind: str, launch: TrainerLaunch) -> list[Component]:
     # `none` is one process, whatever it starts on the other nodes itself.
     if kind == "none" or not _by_slurm(launch):
         argv = [word.replace(NODE_RANK, "0") for word in argv]
-        # One thread a rank, as torchrun's own default, which it tells of in the log.
+        # One thread per rank, as torchrun's own default, which it logs.
         env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if kind != "none" else {}
         env |= {**loopback_of(launch.nodes), **launch.env}
         return [
@@ -113,7 +113,7 @@ def _accelerate(launch: TrainerLaunch) -> list[str]:
 
 
 def _node_logs(launch: TrainerLaunch) -> Path:
-    """A folder a node: torchrun counts within one (report/stage_logs.py has the ranks)."""
+    """One folder per node: torchrun counts within one (report/stage_logs.py has the ranks)."""
     return launch.attempt.logs.absolute() / f"torchrun-{NODE_RANK}"
 
 
@@ -125,7 +125,7 @@ _COMMANDS: Mapping[str, Callable[[TrainerLaunch], list[str]]] = {
 
 
 def _node_tasks(launch: TrainerLaunch, argv: Sequence[str], role: str = "trainer") -> Component:
-    """One task a node."""
+    """One task per node."""
     step = srun_argv(
         nodes=launch.nodes,
         tasks=len(launch.nodes),
@@ -174,9 +174,9 @@ def _ray(launch: TrainerLaunch) -> list[Component]:
 
 
 def _closed_ray(launch: TrainerLaunch) -> dict[str, str]:
-    """What keeps other users out: a token, a session folder of this user, and loopback on one node.
+    """Variables that keep other users out: a token, a private session folder, loopback if alone.
 
-    Whoever reaches a cluster without a token runs what he likes as its owner.
+    Anyone who reaches a cluster without a token can run anything as its owner.
     """
     token = launch.attempt.secret.absolute()
     parent = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
@@ -193,7 +193,7 @@ def _closed_ray(launch: TrainerLaunch) -> dict[str, str]:
 
 
 def _rank_tasks(launch: TrainerLaunch) -> list[Component]:
-    """One task a rank, as our own ranks, which alone beat: these are found by the mark."""
+    """One task per rank, as for our own ranks; without beats, these are found by the mark."""
     found = rank_components(
         argv=launch.words,
         world_size=len(launch.nodes) * launch.ranks_per_node,

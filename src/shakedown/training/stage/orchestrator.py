@@ -122,7 +122,7 @@ async def orchestrate(job: StageJob) -> None:
     """Serve the trainer until it has finished.
 
     Raises:
-        ConfigError: the settings would block for ever.
+        ConfigError: the settings would block forever.
         ServerError: the server did not start, is not healthy, or does not obey.
         CannotJudgeError: no batch can be complete.
     """
@@ -165,7 +165,7 @@ def _checked(job: StageJob) -> GrpoConfig:
 
 @dataclass(frozen=True)
 class Parts:
-    """What the loops work with."""
+    """The parts that the loops work with."""
 
     job: StageJob
     settings: GrpoConfig
@@ -254,7 +254,7 @@ class Orchestrator:
         print("the trainer has finished", flush=True)
 
     async def _resume(self) -> None:
-        """A resumed trainer publishes its weights first; batches of older ones would be in vain."""
+        """Wait for the weights that a resumed trainer publishes first; older batches are void."""
         if not self._start:
             return
         self._queue.publish_saved()
@@ -305,7 +305,7 @@ class Orchestrator:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _load_newest(self) -> None:
-        """No generation is in flight meanwhile: every token is of one version."""
+        """Load while no generation is in flight: every token is of one version."""
         limit = self._settings.weight_update_timeout
         self._controller.pause()
         # Not part of the update: groups that end meanwhile are progress, and a server that stands
@@ -381,7 +381,7 @@ class Orchestrator:
         return now
 
     def _say_held(self) -> None:
-        """Rollouts that the staleness rule holds back look like a hang: the log says why."""
+        """Log why the staleness rule holds rollouts back, which looks like a hang."""
         now = time.monotonic()
         if self._controller.capacity > 0:
             self._held = now
@@ -395,7 +395,7 @@ class Orchestrator:
             )
 
     async def _finish(self) -> None:
-        """Wait for the trainer's word, and for the end of its processes: they still write.
+        """Wait until the trainer has finished and its processes, which still write, have ended.
 
         The stage's supervisor takes an orchestrator that ends first for a failure.
         """

@@ -1,4 +1,4 @@
-"""What the config says of a stage, as the plan of an attempt at it."""
+"""The plan of an attempt at a stage, made of the config."""
 
 import os
 from dataclasses import replace
@@ -103,7 +103,7 @@ def plan_stage(
         replay: a folder of recorded rollouts to train on instead of generating.
 
     Raises:
-        UsageError: `model` is no Hugging Face folder; NeMo RL's variables for profiles are wrong;
+        UsageError: `model` is not a model folder; NeMo RL's variables for profiles are wrong;
             the allocation is not valid.
         ConfigError: the stage before this one has not completed.
         UntrustedError: others can change the model of that stage.
@@ -151,7 +151,9 @@ def without_timeouts(job: StageJob) -> StageJob:
 
 def _own_model(folder: Path) -> str:
     if not (folder / "config.json").is_file():
-        raise UsageError(f"--model {folder} is no Hugging Face folder: it has no config.json")
+        raise UsageError(
+            f"--model {folder} is not a Hugging Face model folder: config.json is missing"
+        )
     return str(folder.absolute())
 
 
@@ -180,7 +182,7 @@ def _input_model(config: Config, stage: str, paths: RunPaths, first: str) -> str
 
 
 def _model_left_by(config: Config, before: StagePaths) -> Path:
-    """A stage's result; a command's is what it wrote there, or the first output that is a model."""
+    """A stage's model; a command's is in its folder, or its first output that is a model."""
     settings = config.command_stages.get(before.root.name)
     if settings is None or (before.export / "config.json").is_file():
         return before.export

@@ -17,7 +17,7 @@ _DTENSOR = {"fsdp": "dtensor", "archon": "dtensor"}
 
 
 def trainer_order(job: StageJob, profile: ProfileConfig | None) -> Order | None:
-    """For all ranks: each looks on its own node whether a pattern matches its name."""
+    """The order for all ranks: each checks on its node whether a pattern matches its name."""
     if profile is None:
         return None
     engine = parse_allocation(job.config.allocation).parts[0].backend
@@ -26,7 +26,7 @@ def trainer_order(job: StageJob, profile: ProfileConfig | None) -> Order | None:
 
 
 def server_order(engine: str, attempt: AttemptPaths, profile: ProfileConfig | None) -> Order | None:
-    """The server generates for the step that the trainer is at: rank 0's heartbeat tells it."""
+    """The order for the server, which follows the trainer's step by rank 0's heartbeat."""
     if profile is None:
         return None
     return order_of(
@@ -39,7 +39,7 @@ def server_order(engine: str, attempt: AttemptPaths, profile: ProfileConfig | No
 
 
 def prefix(order: Order | None) -> tuple[str, ...]:
-    """What stands before the command of a worker that may be profiled."""
+    """The prefix of the command of a worker that may be profiled."""
     # -P: a `queue.py` in the working directory must not shadow the standard library's.
     return (sys.executable, "-P", "-m", "shakedown.profiling.launch", "--") if order else ()
 
@@ -68,6 +68,6 @@ def _names(profile: ProfileConfig, job: StageJob) -> Iterator[str]:
 
 
 def told(attempt: AttemptPaths) -> Sequence[str]:
-    """Lines for the stage's log: what was brought, once no process of the attempt lives."""
+    """Lines for the stage's log about its profiles, once no process of the attempt lives."""
     records = finish_here(attempt.profiles)
     return [f"profile: {text}" for each in records for text in lines(each, attempt.profiles)]

@@ -1,7 +1,7 @@
-"""How far a command is, from what it writes: lines of its logs, a table, or TensorBoard's events.
+"""Progress of a command, from its output: lines of its logs, a table, or TensorBoard's events.
 
-Every number that is found becomes a column of the stage's metrics.jsonl, as if our runtime had
-written it: status, report and diagnosis read that file.
+Every number becomes a column of the stage's metrics.jsonl, as if our runtime had written it:
+status, report and diagnosis read that file.
 """
 
 import csv
@@ -64,7 +64,7 @@ class _Tail:
 
 
 class ProgressSource(ABC):
-    """Where the rows come from.
+    """A source of rows.
 
     `changes`: how often a row had another step than the one before it in its file: also a lower
     one, as of trainers that count anew in each epoch. A bar that is drawn again has the same.
@@ -85,7 +85,7 @@ class ProgressSource(ABC):
 
 
 class LogPattern(ProgressSource):
-    """Lines of any log below a folder that a pattern finds a step in."""
+    """Lines of any log below a folder in which a pattern finds a step."""
 
     def __init__(self, pattern: str, logs: Path) -> None:
         super().__init__()

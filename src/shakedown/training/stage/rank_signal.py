@@ -1,6 +1,6 @@
 """Signals the ranks of a Slurm job on one node: `python -m ...rank_signal JOB SIGNAL`.
 
-A launcher ends its workers at once on most signals, and srun its tasks: the ranks alone get it.
+A launcher ends its workers at once on most signals, and srun its tasks: only the ranks get them.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ from shakedown.slurm.client import srun_argv
 
 
 def signal_ranks(pids: Collection[int], number: signal.Signals) -> None:
-    """To those of these processes that are ranks; to all of them where none is known.
+    """Signal those of these processes that are ranks; all of them where none is known.
 
-    With Ray to its driver: a worker that is told to end takes its actor with it.
+    With Ray its driver: a worker that ends takes its actor with it.
     """
     targets = from_processes(pids)
     drivers = [target.pid for target in targets if not target.of_ray]
@@ -27,7 +27,7 @@ def signal_ranks(pids: Collection[int], number: signal.Signals) -> None:
 
 
 def signal_other_nodes(nodes: Sequence[str], number: signal.Signals) -> "subprocess.Popen[bytes]":
-    """Start a step that does so on the other nodes of this job; it ends by itself."""
+    """Start a step that signals the ranks on the other nodes of this job; it ends by itself."""
     command = [sys.executable, "-P", "-m", __name__, os.environ["SLURM_JOB_ID"], number.name]
     step = srun_argv(
         nodes=nodes, tasks=len(nodes), job_name="signal", more=["--gres=none", "--time=1"]

@@ -12,7 +12,7 @@ _FIRST_WITH_TOKENS = (2, 52)
 
 
 def say_if_open(version: str) -> None:
-    """Ray that knows no token lets everybody in who reaches it."""
+    """Warn of a Ray without tokens, which lets in everybody who reaches it."""
     if tuple(map(int, version.split(".")[:2])) < _FIRST_WITH_TOKENS:
         print(
             f"ray: WARNING {version} asks for no token: every user of this machine can run "

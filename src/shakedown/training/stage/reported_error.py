@@ -1,7 +1,7 @@
-"""Why a process of a stage ended, in its own words: its supervisor sees no more than an exit code.
+"""The error by which a process of a stage ended: its supervisor sees only an exit code.
 
-A rank or the orchestrator that ends by an error of ours leaves it in the attempt's `errors/`; the
-outcome, and all that reads it, says the cause and the remedy from there.
+A rank or the orchestrator that ends with one of our errors leaves it in the attempt's `errors/`;
+the outcome, and all that reads it, takes cause and remedy from there.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class ReportedError:
 
     @property
     def blame(self) -> Blame:
-        """A disk or a server is the surroundings'; else what the user asked for cannot be done."""
+        """The environment for a disk or a server; else the user, whose request is impossible."""
         return "environment" if self.exit_code == ExitCode.UNKNOWN else "user"
 
 
@@ -40,7 +40,7 @@ def report_error(attempt: AttemptPaths, component: str, error: ShakedownError) -
 
 
 def with_reported_error(outcome: Outcome, attempt: AttemptPaths, stage: StagePaths) -> Outcome:
-    """The outcome of a failed attempt with what the process that failed says of it."""
+    """The outcome of a failed attempt with the error of the process that failed."""
     told = None if outcome.explained or outcome.state != "failed" else _word(attempt, outcome)
     if told is None:
         return outcome
@@ -63,7 +63,7 @@ def with_reported_error(outcome: Outcome, attempt: AttemptPaths, stage: StagePat
 
 
 def _word(attempt: AttemptPaths, outcome: Outcome) -> ReportedError | None:
-    """Of the component that failed first; of ranks that one srun started, the first rank's."""
+    """The error of the component that failed first; of the first rank if one srun started them."""
     own = attempt.error(outcome.failed_component)
     role = outcome.failed_component.partition("-")[0]
     if not role:

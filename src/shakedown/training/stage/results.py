@@ -1,4 +1,4 @@
-"""What a stage reached, for its outcome: last metrics, accuracy before and after, made of what."""
+"""Results of a stage, for its outcome: last metrics, accuracy before and after, provenance."""
 
 import math
 from collections import deque
@@ -46,7 +46,7 @@ def stage_metrics(paths: StagePaths) -> tuple[int, dict[str, float]]:
 
 
 def with_provenance(outcome: Outcome, job: StageJob, asked: Made | None = None) -> Outcome:
-    """The outcome with what its steps ran with; one without a step of what is asked has failed.
+    """The outcome with the provenance of its steps; without a step as requested it has failed.
 
     Args:
         asked: None: what the newest attempt began with.
@@ -66,7 +66,7 @@ def with_provenance(outcome: Outcome, job: StageJob, asked: Made | None = None) 
 
 
 def with_contents_now(outcome: Outcome, stage_root: Path) -> Outcome:
-    """A completed stage's outcome, judged by the data, the template and the code as they are now.
+    """A completed stage's outcome, judged by the current data, template and code.
 
     It stays as it is where these are gone, and where the stage is a command.
 
@@ -99,7 +99,7 @@ def _judge(
 
 
 def damage_findings(paths: StagePaths) -> list[Finding]:
-    """A warning for each file of rows in which other things stand: figures and curves lack them."""
+    """A warning for each file of rows with other content, which figures and curves lack."""
     attempts = [paths.attempt(number) for number in paths.attempt_numbers()]
     files = [paths.metrics, paths.provenance, *(attempt.evals for attempt in attempts)]
     read = [(path, step_rows(path)) for path in files if path.exists()]

@@ -1,4 +1,4 @@
-"""Run one attempt of a training stage: start every component, watch them, say how it ended.
+"""Run one attempt of a training stage: start every component, watch them, record the outcome.
 
 The attempt always ends with an outcome, and no process outlives it.
 """
@@ -39,7 +39,7 @@ from shakedown.training.stage.supervision import LogEcho, Monitor, stop_signals
 _PORT_TRIES = 3
 _GRACE_SECONDS = 10.0  # above the 8 s that a failing rank waits for its checkpoint's thread
 _STOP_GRACE_SECONDS = 5.0  # the ranks had their time to save
-_HUNG_GRACE_SECONDS = 2.0  # what stands still saves nothing
+_HUNG_GRACE_SECONDS = 2.0  # a stalled component saves nothing
 
 
 def run_stage(
@@ -139,7 +139,7 @@ def _run_attempt(plan: AttemptPlan, nodes: Sequence[str], fence: Fence) -> Outco
 
 
 def _note_kills(log: Path, killed: int) -> None:
-    """In the log of what failed, where people and the diagnosis look for the reason."""
+    """Note it in the log of the failed component, where people and the diagnosis look."""
     with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as stream:
         stream.write(
             f"shakedown: oom_kill event: the kernel killed {killed} process(es) of this stage's "
@@ -148,7 +148,7 @@ def _note_kills(log: Path, killed: int) -> None:
 
 
 def rank_nodes(nodes: Sequence[str], world_size: int) -> list[str]:
-    """The node of each rank: ranks fill the nodes in order, equally many a node."""
+    """The node of each rank: ranks fill the nodes in order, equally many per node."""
     return [nodes[rank * len(nodes) // world_size] for rank in range(world_size)]
 
 

@@ -1,4 +1,4 @@
-"""The stage's own inference servers, one a node, as its orchestrator reaches them."""
+"""The stage's own inference servers, one per node, as its orchestrator reaches them."""
 
 import asyncio
 import contextlib
@@ -59,7 +59,7 @@ async def connected(
 
 
 def weight_sync(job: StageJob, client: Client, probe: Sequence[int]) -> FleetSync:
-    """What loads the trainer's weights into each of the servers behind a client."""
+    """The loader of the trainer's weights into each of the servers behind a client."""
     model = Path(job.model)
     return FleetSync(
         {

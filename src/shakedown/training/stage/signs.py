@@ -1,4 +1,4 @@
-"""Whether a command moves, as seen from outside: its steps, or what it prints and computes."""
+"""Signs that a command moves, seen from outside: its steps, or its output and CPU time."""
 
 import time
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ ROLE = "command"
 
 @dataclass
 class Signs:
-    """What the supervisor sees of a command; `steps`: how many there will be, None: not known.
+    """The supervisor's view of a command; `steps`: how many there will be, None: not known.
 
     Once a step is known only steps are progress: ranks that wait in NCCL keep a core busy each, and
     a loop that only retries prints.

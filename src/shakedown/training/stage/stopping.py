@@ -1,4 +1,4 @@
-"""A stop that is asked for: by a signal to a process, or by a file that ranks on all nodes see.
+"""Stop requests: by a signal to a process, or by a file that ranks on all nodes see.
 
 Signals to srun do not reach its ranks in time: it ends them at once. The supervisor creates the
 file empty before it starts them, because a network file system may go on saying for a minute

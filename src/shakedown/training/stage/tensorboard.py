@@ -27,14 +27,14 @@ _MOST_VALUES = 1000  # of an event
 
 @dataclass
 class EventFile:
-    """One file that grows; what a writer has begun and not ended yet is left for the next look."""
+    """One file that grows; an unfinished event is left for the next look."""
 
     path: Path
     offset: int = 0
     _broken: bool = field(default=False, repr=False)
 
     def new_scalars(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """(step, value by tag) of each event that was added; a damaged file ends where it broke."""
+        """(step, value by tag) of each added event; a damaged file ends at the damage."""
         try:
             with self.path.open("rb") as stream:
                 stream.seek(self.offset)
@@ -107,7 +107,7 @@ def _fields(message: bytes) -> dict[int, list[int | bytes]]:
     """A protobuf message's fields by number: varints as numbers, all else as bytes.
 
     Raises:
-        ValueError: it is none, or is cut off.
+        ValueError: it is not a message, or is cut off.
     """
     found: dict[int, list[int | bytes]] = {}
     at = 0
@@ -123,7 +123,7 @@ def _fields(message: bytes) -> dict[int, list[int | bytes]]:
         else:
             size = {1: 8, 5: 4}.get(kind, -1)
         if size < 0 or at + size > len(message):
-            raise ValueError("no protobuf message")
+            raise ValueError("not a protobuf message")
         found.setdefault(key >> 3, []).append(message[at : at + size])
         at += size
     return found

@@ -125,7 +125,7 @@ def run(job: StageJob) -> int:
 
 
 def _outlast(stop: StopFlag) -> None:
-    """A stage is told by the exit that is seen first: let the rank that failed be it."""
+    """Wait for the end of the stage: the first exit names the failed rank, so exit after it."""
     began = time.monotonic()
     while not stop.requested and time.monotonic() - began < _OUTLAST_SECONDS:
         time.sleep(_POLL_SECONDS)
@@ -145,7 +145,7 @@ def _rank(job: StageJob) -> int:
 
 
 def _stop_on_signals(stop: StopFlag) -> None:
-    """SIGUSR2 is Slurm's warning before the time limit, SIGTERM its preemption."""
+    """Stop on SIGUSR2, Slurm's warning before the time limit, and SIGTERM, its preemption."""
 
     def note(_number: int, _frame: FrameType | None) -> None:
         stop.request()
@@ -180,7 +180,7 @@ def exit_without_teardown(code: int) -> NoReturn:
 
     After a failure it may abort for want of its peers, and hide the exit code. After the last step
     a group that something still holds ends under the interpreter's lock, for which a thread of
-    gloo may wait: seen to hang for ever (torch 2.13).
+    gloo may wait: seen to hang forever (torch 2.13).
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -31,7 +31,7 @@ class TensorBoard:
 
 
 def group(column: str) -> str:
-    """The section of TensorBoard's page that a column stands in."""
+    """The section of TensorBoard's page for a column."""
     if column.startswith("rollout_"):
         return "rollout"
     return "seconds" if column.endswith("_seconds") else "train"

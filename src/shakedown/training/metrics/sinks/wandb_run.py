@@ -22,7 +22,7 @@ _KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 class WandbRun:
-    """The run's id lies in the stage's folder. wandb passes over steps that the run has already
+    """The run's id is in the stage's folder. wandb skips steps that the run has already
     seen: after a resume they are the same numbers.
     """
 
