@@ -16,7 +16,13 @@ from shakedown.core.files import read_object, write_json
 from shakedown.core.folders import storage_errors, sync_file
 from shakedown.models import huggingface
 from shakedown.models.huggingface import loaded
-from shakedown.training.conversion import ModelShape, Rule, ShardSlice, stage_rules, to_megatron
+from shakedown.training.conversion import (
+    ModelShape,
+    ShardSlice,
+    WeightRule,
+    stage_rules,
+    to_megatron,
+)
 from shakedown.training.conversion.rules import with_tied
 from shakedown.training.engines.base import UNREADABLE_HINT
 from shakedown.training.engines.megatron_cpu import (
@@ -198,7 +204,7 @@ class MegatronStage:
         found = self._optimizer._get_model_param_range_map(parameter)["param"]
         return found.start, found.end, main
 
-    def _rules(self) -> list[Rule]:
+    def _rules(self) -> list[WeightRule]:
         return stage_rules(self._shape, self.place.p, self.place.ps)
 
     @property
@@ -208,7 +214,7 @@ class MegatronStage:
 
     def _whole(
         self, kinds: Sequence[str], dtype: torch.dtype
-    ) -> Iterator[tuple[Rule, str, list[torch.Tensor]]]:
+    ) -> Iterator[tuple[WeightRule, str, list[torch.Tensor]]]:
         """(collective over the stage) Whole Hugging Face tensors of this stage, one rule at a time.
 
         They are on the CPU of the stage's leader; the lists of the other ranks are empty.
