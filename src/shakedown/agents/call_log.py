@@ -71,7 +71,7 @@ class CallLog:
         return call
 
     def add_messages(self, call: LoggedCall, messages: Any) -> None:
-        """Add the request's messages; anything but an array is one message, null is none."""
+        """Add the request's messages; anything but an array is one message, null adds nothing."""
         found = messages if isinstance(messages, list) else [] if messages is None else [messages]
         texts = [json.dumps(each, ensure_ascii=False) for each in found]
         marks = [hash(text) for text in texts]

@@ -22,12 +22,12 @@ from shakedown.processes.workers import Worker, WorkerLostError, WorkerPool
 # All columns of a row, for a reward that asks for them.
 Columns = Mapping[str, Any]
 NO_COLUMNS: Columns = MappingProxyType({})
-Cause = Literal["timeout", "memory", "exit", "exception", "bad_return"]
+RewardCause = Literal["timeout", "memory", "exit", "exception", "bad_return"]
 
 _GIB = 1 << 30
 _START_SECONDS = 60.0  # of Python itself, on a busy machine or a slow file system
 # Failures after which the process is as good as before.
-_HARMLESS: tuple[Cause, ...] = ("exception", "bad_return")
+_HARMLESS: tuple[RewardCause, ...] = ("exception", "bad_return")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class RewardLimits:
 class RewardFailure:
     """A call without a reward: its cause, and the details for a person."""
 
-    cause: Cause
+    cause: RewardCause
     detail: str
 
     def __str__(self) -> str:

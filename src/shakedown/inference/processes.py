@@ -35,7 +35,7 @@ def alive(folder: ServerPaths) -> bool:
         return False
     if job_id(folder):
         found = job_state(folder)
-        # A controller that does not answer (None) is no sign that the job has ended.
+        # A controller that does not answer (None) does not mean that the job has ended.
         return found is None or not found.ended
     return daemon_of(folder) is not None
 
@@ -55,7 +55,7 @@ def gone(folder: ServerPaths, seconds: float) -> bool:
 
 
 def job_id(folder: ServerPaths) -> str:
-    """The server's Slurm job; empty where it is none.
+    """The server's Slurm job; empty where there is none.
 
     Raises:
         UsageError: the file does not hold a job id.

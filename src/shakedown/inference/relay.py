@@ -295,7 +295,7 @@ class Relay:
             async for chunk in reply.content.iter_any():
                 try:
                     await response.write(chunk)
-                except OSError:  # the client is gone, which is no fault of the server
+                except OSError:  # the client is gone, which is not the server's fault
                     return response
             return response
 

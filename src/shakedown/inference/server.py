@@ -272,7 +272,7 @@ def _start(
                 api_key=endpoint.api_key(),
                 dead=lambda: _why_dead(folder),
                 say=lambda line: say(f"serve: {line}"),
-                tick=IdleTimer(folder.lease).reset,  # a long load is no idle time
+                tick=IdleTimer(folder.lease).reset,  # a long load does not count as idle
                 log=folder.log,
             ),
         )

@@ -16,7 +16,7 @@ import threading
 import time
 
 EVIDENCE = "SHAKEDOWN_EVIDENCE"  # the folder; set by whoever starts the stage
-_HOOKED = "SHAKEDOWN_HOOKED"  # of a rank: its children, which have its RANK, are no ranks
+_HOOKED = "SHAKEDOWN_HOOKED"  # of a rank: its children, which have its RANK, are not ranks
 _THREAD_NAME = "shakedown-frec"  # the collector knows a process that can answer by it
 _POLL_SECONDS = 0.5
 _BINDING = "torch._C._distributed_c10d"

@@ -184,7 +184,7 @@ class _Pauses:
 class Life:
     """Follows the signs of life of a job's processes: a sign is anybody's.
 
-    Nothing tells how long a step takes, so that `still` is no verdict: it says when to look at
+    The length of a step is not known, so `still` is not a verdict: it says when to look at
     stacks. A trainer waits for minutes while an engine generates.
     """
 
@@ -215,7 +215,7 @@ class Life:
         return now - self._moved.since
 
     def waited(self, now: float) -> bool:
-        """Whether it is quiet for so long that a process that computes is no sign of life."""
+        """Whether it is quiet for so long that computing is not a sign of life any more."""
         return self.quiet(now) >= self._patience.of("work", self._moved.longest)
 
     def judge(self, now: float) -> Movement:

@@ -144,7 +144,7 @@ def read_batch(path: Path) -> RolloutBatch:
         StorageError: unreadable, cut off or changed.
     """
     try:
-        # Opened here: numpy leaves the file open when it is no zip.
+        # Opened here: numpy leaves the file open when it is not a zip.
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
             arrays: dict[str, Any] = {name: archive[name] for name in archive.files}
         written = arrays.pop("sha256").tobytes()

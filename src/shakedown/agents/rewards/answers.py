@@ -73,7 +73,7 @@ def has_form(completion: str) -> bool:
 def clevr_count(completion: str, answer: str) -> float:
     """1 when the last `[N]` of the completion holds the answer, letter for letter, else 0.
 
-    AReaL's rule: digits and dots only, so `[ 5 ]` and `[five]` are no answer and `[05]` is not
+    AReaL's rule: digits and dots only, so `[ 5 ]` and `[five]` are not answers and `[05]` is not
     `5`. Beyond AReaL's, an answer that is itself written `[5]` counts as `5`.
     """
     given = _BRACKETED.findall(tail(completion))

@@ -59,7 +59,7 @@ def same_value(given: str, expected: str) -> bool:
     """Whether two answers are the same number, or else the same text without spaces.
 
     Plain decimals are compared exactly, other expressions to a relative 1e-9, texts without regard
-    to capitals. An empty text is no answer.
+    to capitals. An empty text is not an answer.
     """
     left, right = _plain(given), _plain(expected)
     if not left or not right:

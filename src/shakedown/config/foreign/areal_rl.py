@@ -238,7 +238,7 @@ def _ratio(d: Document) -> list[Finding]:
     upper, lower = (d.number(f"actor.rejection_sampling.{name}") for name in ("upper", "lower"))
     metric = d.get("actor.rejection_sampling.metric", "ratio")
     if upper is not None and metric == "ratio" and upper <= 1:
-        expected = "above 1: a ratio of 1 is no divergence"
+        expected = "above 1: a ratio of 1 is not a divergence"
         findings.append(told("fail", "logprobs", "actor.rejection_sampling.upper", upper, expected))
     if upper is not None and lower is not None and lower > upper:
         expected = f"at most upper, {upper:g}"

@@ -278,7 +278,7 @@ class _Package:
         relative = name.replace(".", "/")
         for root in self._roots:
             for path in (root / f"{relative}.py", root / relative / "__init__.py"):
-                # A link out of the tree is no part of it, nor one that leads nowhere.
+                # A link out of the tree, or to nowhere, is not part of it.
                 if not path.is_file() or not path.resolve().is_relative_to(root):
                     continue
                 text = _text(path)

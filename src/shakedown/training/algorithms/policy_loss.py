@@ -73,7 +73,7 @@ def token_shares(
     `sequence`: 1 / (sequences x the sequence's own tokens), the mean of the sequences' means
     (DeepSeekMath, arXiv 2402.03300, eq. 3). `constant`: 1 / (sequences x longest), whatever the
     sequence's own length, which then biases nothing (Dr. GRPO, arXiv 2503.20783, section 3.2 and
-    appendix A, listing 1). Sequences without a trained token are no sequences
+    appendix A, listing 1). Sequences without a trained token are not counted
     here, as with verl's seq-mean-token-mean. Shares are of the whole batch: added up over any
     split into ranks and micro batches, they are 1 (`constant`: at most), or 0 when nothing counts.
 

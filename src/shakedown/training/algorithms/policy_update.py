@@ -256,7 +256,7 @@ def mismatch(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, float]:
 
 def on_policy(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, float]:
     """`mismatch` after `on_policy_`, of tokens that the trainer scored by the weights that wrote
-    them: what is between the two is no staleness. And how many they are, also where that is 0.
+    them: the difference of the two is not staleness. And how many they are, also where that is 0.
     """
     own = mismatch(trainer, engine) | {"tokens": float(len(trainer))}
     return {f"{ON_POLICY}{name}": value for name, value in own.items()}

@@ -38,7 +38,7 @@ OPTIONS: dict[str, frozenset[str]] = {
 # `t`. The dense decoders of transformers that have the same parts.
 FAMILIES = ("llama", "qwen2", "qwen3")
 
-# Below this many parameters FSDP gathers one unit at once: one collective instead of one a layer.
+# Below this many parameters FSDP gathers one unit at once: one collective instead of one per layer.
 # That is 100 MB in bfloat16, which a rank then holds whole.
 ONE_UNIT_PARAMETERS = 50_000_000
 # Bytes that a block's float32 logits may take.

@@ -72,7 +72,7 @@ class LoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
         loaded()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # torch unpickles what is no tensor: it gets a pickle of our own, of plain values.
+        # torch unpickles everything but tensors: it gets a pickle of our own, of plain values.
         plain = io.BytesIO()
         try:
             torch.save(torch.load(value, weights_only=True), plain)

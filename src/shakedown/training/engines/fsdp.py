@@ -150,7 +150,7 @@ class FsdpEngine(TrainEngine):
     def _expect(self, *, last: bool) -> None:
         """Whether the next backward pass is the last of this step: the root is gathered until then.
 
-        Gradients kept for the last one are whole on every rank: 4 bytes a parameter. A model of
+        Gradients kept for the last one are whole on every rank: 4 bytes per parameter. A model of
         one unit has them whole in each backward pass anyway; units of layers reduce theirs at once.
         """
         if not isinstance(self._model, FSDPModule):

@@ -142,7 +142,7 @@ def _held(part: _Part, work: Work) -> dict[str, int]:
 
     FSDP (Rajbhandari et al., arXiv 1910.02054, stage 3): weights and moments in float32, a share
     of each. Megatron: weights in the dtype; its optimizer has float32 weights beside bfloat16
-    ones (Megatron Core, "Distributed Optimizer": 2 + 4 + 12/d bytes a parameter).
+    ones (Megatron Core, "Distributed Optimizer": 2 + 4 + 12/d bytes per parameter).
     """
     own, d = part.parameters, work.d
     if work.backend == "megatron":
