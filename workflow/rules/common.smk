@@ -21,7 +21,7 @@ from shakedown.config import (
 from shakedown.config.capacity import ranks_per_node
 from shakedown.core.continued import ProgramCall
 from shakedown.core.errors import ShakedownError
-from shakedown.core.private import restrict_umask, allow_group_read, own_folder
+from shakedown.core.private import allow_group_read, own_folder, restrict_umask
 from shakedown.core.provenance import source_files
 from shakedown.core.visible import visible
 from shakedown.data_sources import parse_source

@@ -13,12 +13,12 @@ from shakedown.cli import main
 from shakedown.config import Config, StageConfig, load_config
 from shakedown.core.errors import CannotJudgeError
 from shakedown.training.batch import token_slices
-from shakedown.training.forecast.cards import card_of
 from shakedown.training.forecast.decoder import Decoder, read_decoder
 from shakedown.training.forecast.stage import memory_share, plan_of, with_micro_batches
 from shakedown.training.forecast.trainer import Work, highest, states, total
 from shakedown.training.lint import findings_of
 from shakedown.training.lint_rules.model_sizes import known_decoder
+from shakedown.training.metrics.flops import card_of
 
 ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "config" / "config.yaml"

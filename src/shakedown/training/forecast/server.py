@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from shakedown.training.forecast.cards import Card
 from shakedown.training.forecast.decoder import Decoder
+from shakedown.training.metrics.flops import Card
 
 # vLLM's own default of --gpu-memory-utilization; SGLang chooses about as much by itself.
 DEFAULT_SHARE = 0.9

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from shakedown.training.forecast.cards import GB
 from shakedown.training.forecast.server import ServerForecast
 from shakedown.training.forecast.stage import EXPECTED_MFU, StageForecast
 from shakedown.training.forecast.trainer import Work, total
+from shakedown.training.metrics.flops import GB
 
 
 def render(plan: StageForecast) -> str:

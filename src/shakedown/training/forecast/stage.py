@@ -10,7 +10,6 @@ from shakedown.config import Config, StageConfig
 from shakedown.config.capacity import MEMORY_OPTIONS, server_part
 from shakedown.core.errors import UsageError
 from shakedown.training.engines import DIMENSIONS, OPTIONS
-from shakedown.training.forecast.cards import Card, card_of
 from shakedown.training.forecast.decoder import Decoder
 from shakedown.training.forecast.server import DEFAULT_SHARE, ServerForecast, Serving, plan_server
 from shakedown.training.forecast.trainer import (
@@ -21,7 +20,7 @@ from shakedown.training.forecast.trainer import (
     states,
     total,
 )
-from shakedown.training.metrics.flops import peak_flops
+from shakedown.training.metrics.flops import Card, card_of, peak_flops
 
 # MFU of dense training in bfloat16 on H100s: 38 to 43 % (Llama 3, arXiv 2407.21783, table 4).
 EXPECTED_MFU = 0.40

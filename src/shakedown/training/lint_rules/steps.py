@@ -11,10 +11,10 @@ from shakedown.training.assets import DEMO
 from shakedown.training.demo import PAIRS
 from shakedown.training.engines import OPTIONS
 from shakedown.training.faults import KINDS, START
-from shakedown.training.forecast.cards import GB, KNOWN
 from shakedown.training.forecast.show import micro_batch
 from shakedown.training.forecast.stage import StageForecast, plan_of
 from shakedown.training.lint_rules.inputs import Inputs, advice, fault
+from shakedown.training.metrics.flops import GB
 from shakedown.training.metrics.sinks import SINKS
 
 

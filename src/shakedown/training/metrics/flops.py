@@ -1,12 +1,12 @@
-"""Model FLOPs and what a GPU could do at most: pure.
+"""Model FLOPs, and the figures of GPUs: peak, memory and bandwidth. Pure.
 
 Model FLOPs utilisation (MFU) as in PaLM (Chowdhery et al. 2022, appendix B): a token of a dense
 decoder takes 6 N + 12 L H Q T operations, forward and backward, for N parameters in matrix
 products, L layers, H heads of size Q and sequences of T tokens. The second term is the attention
 over the whole sequence, not halved for the causal mask; Megatron-LM's formula (Narayanan et al.
 2021, eq. 3 without its recomputation: 72 B s l h^2 (1 + s / 6h + V / 12lh)) is the same for a
-model whose MLP is 4 h wide and whose heads fill h. What is computed again (activation
-checkpointing, scoring) does not count.
+model whose MLP is 4 h wide and whose heads fill h. Repeated computations (activation
+checkpointing, scoring) do not count.
 """
 
 import re
@@ -21,7 +21,7 @@ _GATED = frozenset({"gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2
 # ordinary cores: torch leaves TF32 off. Sources, NVIDIA's and AMD's data sheets: A100 (2021), A10,
 # A40, L4, L40S, H100 (2023: SXM, PCIe), H100 NVL, H200 (2024: SXM, NVL), HGX B200 and GB200 NVL72
 # (2024, per GPU), Instinct MI300X (2023). Where a sheet gives the figure with
-# sparsity alone, half of it stands here.
+# sparsity alone, half of it is used.
 _PEAKS: Mapping[str, Mapping[str, float]] = {
     "A10": {"bfloat16": 125e12, "float32": 31.2e12},
     "A40": {"bfloat16": 149.7e12, "float32": 37.4e12},
@@ -37,6 +37,43 @@ _PEAKS: Mapping[str, Mapping[str, float]] = {
     "GB200": {"bfloat16": 2500e12, "float32": 80e12},
     "MI300X": {"bfloat16": 1307.4e12, "float32": 163.4e12},
 }
+GB = 10**9
+# (GB of memory, GB/s of its bandwidth), from the same sheets. Of A100s with 40 and 80 GB the
+# smaller is used, unless the name says 80GB. Looked up on
+# 2026-11-26: A100 in nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf as quoted on
+# glennklockwood.com/garden/processors (40 GB and 1,555 GB/s, 312 TFLOP/s dense in bfloat16), H100
+# (80 GB, 3.35 TB/s, 989.4) and HGX B200 (8 TB/s, 2,250) and GB200 (2,500) there too; B200 with 180
+# GB as NVIDIA's DGX B200 page has it (1,440 GB and 64 TB/s for eight); H200's 141 GB and GB200's
+# 186 GB in MLCommons' descriptions of submitted systems. The others were not looked up again.
+_CARDS: Mapping[str, tuple[int, int]] = {
+    "A10": (24, 600),
+    "A40": (48, 696),
+    "A100": (40, 1555),
+    "L4": (24, 300),
+    "L40S": (48, 864),
+    "H100": (80, 3350),
+    "H100 PCIe": (80, 2000),
+    "H100 NVL": (94, 3900),
+    "H200": (141, 4800),
+    "H200 NVL": (141, 4800),
+    "B200": (180, 8000),
+    "GB200": (186, 8000),
+    "MI300X": (192, 5300),
+}
+# As Slurm's gres could have them.
+KNOWN_GPUS = tuple(name.lower().replace(" ", "_") for name in _CARDS)
+
+
+@dataclass(frozen=True)
+class Card:
+    """`memory`: bytes. Drivers show some 6 % more than the sheet's GB (81,559 MiB of an H100's 80
+    GB), which is left for what is not planned: CUDA's contexts, NCCL's buffers, the allocator.
+    `bandwidth`: bytes per second.
+    """
+
+    name: str
+    memory: int
+    bandwidth: int
 
 
 @dataclass(frozen=True)
@@ -85,6 +122,16 @@ def peak_flops(gpu: str, dtype: str) -> float | None:
     """Dense FLOP/s of a GPU by any name of `known_gpu`; None for one that is not known."""
     name = known_gpu(gpu)
     return _PEAKS[name].get(dtype) if name else None
+
+
+def card_of(gpu: str) -> Card | None:
+    """The card by its name in Slurm's gres or the driver, such as h100; None if not known."""
+    name = known_gpu(gpu)
+    if name is None:
+        return None
+    memory, bandwidth = _CARDS[name]
+    said = re.search(r"(\d+)GB", gpu.upper())
+    return Card(name, (int(said[1]) if said else memory) * GB, bandwidth * GB)
 
 
 def utilisation(
