@@ -14,7 +14,7 @@ from shakedown.training.faults import KINDS, START
 from shakedown.training.forecast.show import micro_batch
 from shakedown.training.forecast.stage import StageForecast, plan_of
 from shakedown.training.lint_rules.inputs import Inputs, advice, fault
-from shakedown.training.metrics.flops import GB
+from shakedown.training.metrics.flops import GB, KNOWN_GPUS
 from shakedown.training.metrics.sinks import SINKS
 
 
@@ -153,7 +153,7 @@ def memory(inputs: Inputs) -> Iterator[Finding]:
     if inputs.decoder is None or not inputs.config.own_stages:
         return
     if cluster.gpus_per_node and not cluster.gpu_model:
-        expected = f"the GPU as Slurm's gres names it, such as {', '.join(KNOWN)}"
+        expected = f"the GPU as Slurm's gres names it, such as {', '.join(KNOWN_GPUS)}"
         remedy = "set it so that memory can be judged; open micro batches have one row till then"
         yield advice("memory", "cluster.gpu_model", "empty", expected, remedy)
     for key, stage in inputs.stages:
