@@ -380,9 +380,7 @@ def _parts(config: Config) -> list[tuple[str, ...]]:
     if not config.own_stages:
         return []
     agents = [(config.agents.target, config.agents.kwargs)]
-    agents += [
-        (s.grpo.agent, s.grpo.agent_kwargs) for s in config.own_stages.values() if s.grpo
-    ]
+    agents += [(s.grpo.agent, s.grpo.agent_kwargs) for s in config.own_stages.values() if s.grpo]
     sinks = [sink for stage in config.own_stages.values() for sink in stage.sinks]
     parts: list[tuple[str, ...]] = [("reward", config.data.reward)]
     for agent, kwargs in agents:

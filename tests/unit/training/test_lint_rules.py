@@ -41,9 +41,7 @@ def test_the_values_of_the_demo_are_those_of_its_config() -> None:
         lengths.DEMO_ANSWER,
         lengths.DEMO_LENGTH,
     )
-    assert {
-        s.algorithm: s.optimizer.lr for s in config.own_stages.values()
-    } == lengths.DEMO_RATES
+    assert {s.algorithm: s.optimizer.lr for s in config.own_stages.values()} == lengths.DEMO_RATES
 
 
 def test_the_demo_model_has_the_sizes_that_lint_judges_by(tmp_path: Path) -> None:
