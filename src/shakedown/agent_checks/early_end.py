@@ -64,7 +64,7 @@ def stop_sentence(result: RunResult, stop: Stop) -> str:
 
 
 def exit_code(stop: Stop | None, code: int) -> int:
-    """As shells report a signal that ended a run: 128 + its number; else `code`."""
+    """The exit code: 128 + the number of a signal that ended the run, as in shells; else `code`."""
     return 128 + stop.signal if stop is not None and stop.signal else code
 
 

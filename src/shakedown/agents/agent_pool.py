@@ -177,7 +177,7 @@ class _AgentWorker(Worker):
             self._fail("exit", UNREADABLE)
 
     async def _next(self, patience: float) -> dict[str, Any]:
-        """As `reply`; raises TimeoutError after `patience` seconds in which the process had a CPU.
+        """The next reply; TimeoutError after `patience` seconds in which the process had a CPU.
 
         Where other programs take all of the machine a good worker is silent for long, too.
         """

@@ -113,7 +113,7 @@ class WorkflowEngine:
         self._client, self._model = client, model
 
     def get_version(self) -> int:
-        """Always 0: the recorder knows which weights wrote a token."""
+        """The version, always 0: the recorder knows which weights wrote a token."""
         return 0
 
     async def agenerate(self, req: Any) -> Any:

@@ -93,7 +93,7 @@ class CallLog:
         return f"{text[:head]} {missing} {text[len(text) - tail :]}".strip()
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in a file."""
+        """The log in its file form."""
         calls = [asdict(call) for call in self.calls]
         for call in calls:
             if not call["status"] and not call["error"]:

@@ -80,12 +80,12 @@ def shared_client() -> Any:
                 self._sending[pool] -= 1
 
         async def aclose(self) -> None:
-            """It ends with its process."""
+            """Keep it open: it ends with its process."""
 
         async def __aenter__(self) -> Any:
             return self
 
         async def __aexit__(self, *_error: object) -> None:
-            """As `aclose`."""
+            """Keep it open, as `aclose`."""
 
     return SharedClient()

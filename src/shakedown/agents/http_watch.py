@@ -88,7 +88,7 @@ class HttpWatch:
         self._episodes[key] = _Seen(self._strays)
 
     def take(self, key: str) -> dict[str, Any] | None:
-        """Its calls as JSON, the fields of `Sent`.
+        """The episode's calls as JSON, the fields of `Sent`.
 
         None: a request could have been of any episode, such as one of a thread pool of the agent.
         """

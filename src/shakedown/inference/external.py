@@ -191,7 +191,7 @@ async def _served(url: str, key: str, order: ServerOrder) -> str:
 
 
 async def _abilities(client: Client, engine: TokenEngine) -> Capabilities:
-    """Its capabilities: token ids and log-probabilities are known, the rest is tried."""
+    """The capabilities: token ids and log-probabilities are known, the rest is tried."""
     try:
         await client.score(_TOKENS[:1], _TOKENS[1:])
         scores = True

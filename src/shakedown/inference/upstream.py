@@ -209,7 +209,7 @@ async def _sent(
 
 
 class NoListError(ServerError):
-    """It answered, with no list of models; `status`: of HTTP."""
+    """The server answered without a list of models; `status`: of HTTP."""
 
     def __init__(self, message: str, status: int, hint: str = "") -> None:
         super().__init__(message, hint=hint)

@@ -77,7 +77,7 @@ def install(rank: int, evidence: Path, role: str = "trainer") -> None:
 
 
 def _linger_at_abort(stream: IO[str]) -> None:
-    """At SIGABRT write all stacks to `stream`, then sleep in the thread that aborts.
+    """Write all stacks to `stream` at SIGABRT, then sleep in the thread that aborts.
 
     faulthandler's handler calls the one before it, which is sleep().
     """

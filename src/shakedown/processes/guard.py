@@ -105,7 +105,7 @@ def live_members(leaders: Mapping[int, int], marks: Collection[str] = ()) -> lis
 def _strays(
     everyone: Collection[Process], found: set[int], marks: Collection[str]
 ) -> list[Process]:
-    """Those of the others that have a mark, and descendants of any."""
+    """Processes outside the sessions that have a mark, and descendants of any."""
     left = [process for process in everyone if process.pid not in found]
     strays = [process for process in left if _mark(process.pid) in marks]
     while strays:

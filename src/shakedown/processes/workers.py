@@ -216,7 +216,7 @@ class _Slot(Generic[W]):
 
     @property
     def worker(self) -> W | None:
-        """None while it starts, and when it could not be started."""
+        """The worker; None while it starts, and when it could not be started."""
         if not self.starting.done() or self.starting.cancelled() or self.starting.exception():
             return None
         return self.starting.result()
@@ -235,7 +235,7 @@ class Seat(Generic[W]):
 
     @property
     def worker(self) -> W | None:
-        """None before the first caller, and when it could not be started."""
+        """The worker; None before the first caller, and when it could not be started."""
         return self.slot.worker if self.slot is not None else None
 
 
@@ -273,7 +273,7 @@ class WorkerPool(Generic[W]):
 
     @property
     def workers_alive(self) -> list[W]:
-        """Those that can take requests now."""
+        """The workers that can take requests now."""
         workers = [slot.worker for slot in self._slots]
         return [worker for worker in workers if worker is not None and worker.alive]
 
@@ -302,7 +302,7 @@ class WorkerPool(Generic[W]):
             slot.load -= 1
 
     def _least_loaded(self) -> _Slot[W]:
-        """Not a coroutine: callers that come at once are spread over slots, not sent to one."""
+        """The slot with the fewest callers. Not a coroutine: simultaneous callers are spread."""
         least = min(self._slots, key=lambda slot: slot.load, default=None)
         if least is None or (least.load and len(self._slots) < self.most):
             least = _Slot(asyncio.ensure_future(self._start()))

@@ -75,7 +75,7 @@ class _Track:
             self.hold(now)
 
     def hold(self, now: float) -> None:
-        """Its time begins now."""
+        """Restart the component's time."""
         self.moved = self.step_began = now
         self.waited = 0.0
 
@@ -122,7 +122,7 @@ class Watch:
             track.hold(now)
 
     def _overdue(self, now: float) -> Iterator[StillComponent]:
-        """Who waits for rollouts is not, while a component of another role moves."""
+        """The overdue components; not those that wait for rollouts while another role moves."""
         there = {key: t for key, t in self._tracks.items() if t.beat.phase != "finished"}
         overdue = {key for key, t in there.items() if t.is_overdue(self._patience, now)}
         moving = {role for role, _ in there.keys() - overdue}

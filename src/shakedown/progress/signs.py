@@ -94,7 +94,7 @@ Sign = Literal["printed", "moved", "computed"]
 
 
 def cpu_share(before: Activity, after: Activity) -> float:
-    """Of one core, between two looks; 0 where no time lies between them."""
+    """The share of one core between two looks; 0 if no time is between them."""
     seconds = after.at - before.at
     return (after.cpu - before.cpu) / seconds if seconds > 0 else 0.0
 

@@ -250,7 +250,7 @@ class AgentGroupSampler:
         self._proxy.gate.open()
 
     async def run_group(self, prompt: Prompt) -> Group:
-        """All episodes of a row at once; one whose agent fails counts as 0, a lost one is left out.
+        """Run all episodes of a row; one whose agent fails counts as 0, a lost one is left out.
 
         Raises:
             AgentFailedError, ServerError: fewer than two are left, so that nothing can be compared.
@@ -277,7 +277,7 @@ class AgentGroupSampler:
         )
 
     def group(self) -> AbstractAsyncContextManager[AgentGroup]:
-        """As `AgentPool.group`."""
+        """The seat of a group, as `AgentPool.group`."""
         return self._workers.group()
 
     async def run_episode(

@@ -132,7 +132,7 @@ class _ListeningSocket(socket.socket):
         self.bind((host, 0))
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """As of any socket."""
+        """Accept a connection; note a lack of descriptors."""
         try:
             return super().accept()
         except OSError as error:

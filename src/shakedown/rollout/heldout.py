@@ -128,7 +128,7 @@ class ServerEvaluation:
         self.progress = 0
 
     async def measure(self) -> dict[str, float]:
-        """As `figures`; a row that the server does not answer counts as 0 and is told.
+        """The `figures`; a row that the server does not answer counts as 0 and is reported.
 
         Raises:
             ServerError: it answers none of them.

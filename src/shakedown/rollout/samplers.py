@@ -1,4 +1,4 @@
-"""From a prompt to a rewarded group of samples."""
+"""Samplers: a rewarded group of samples for each prompt."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -70,7 +70,7 @@ class GroupSampler:
         self._generation.resume()
 
     async def run_group(self, prompt: Prompt) -> Group:
-        """All samples of a prompt in one request: they share its prefill.
+        """Sample a prompt in one request, so that all samples share its prefill.
 
         Raises:
             ServerError: the server did not answer, or with what cannot be trained on.

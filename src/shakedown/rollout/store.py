@@ -52,7 +52,7 @@ class PublishedWeights:
 
 
 class RolloutStore:
-    """Both sides open the same `root`."""
+    """The exchange folder; both sides open the same `root`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

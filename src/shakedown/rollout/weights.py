@@ -283,11 +283,11 @@ class FleetSync:
         self._syncs = syncs
 
     async def begin(self) -> None:
-        """As `WeightSync.begin`."""
+        """Begin on every server, as `WeightSync.begin`."""
         await asyncio.gather(*(sync.begin() for sync in self._syncs.values()))
 
     async def apply(self, weights: PublishedWeights, *, within: float) -> float:
-        """As `WeightSync.apply`; the error names the servers that have not taken them."""
+        """Apply on every server; the error names those that have not taken the weights."""
         # All to their end: the others are not to be left in the middle of it.
         found = await asyncio.gather(
             *(sync.apply(weights, within=within) for sync in self._syncs.values()),

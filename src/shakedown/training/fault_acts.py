@@ -199,7 +199,7 @@ def cross_group_order(strike: Strike) -> None:
 
 
 def storage_stall(_strike: Strike) -> None:
-    """From now on fsync blocks in a read(2) that is never answered, as on a lost NFS server."""
+    """Make fsync block in a read(2) that is never answered, as on a lost NFS server."""
     # A read from a pipe whose writing end is closed would return at once.
     silent, _held_open = os.pipe()
 
@@ -210,7 +210,7 @@ def storage_stall(_strike: Strike) -> None:
 
 
 def slow_step(_strike: Strike) -> None:
-    """All ranks alike: slow, not hung."""
+    """Slow all ranks down: slow, not hung."""
     time.sleep(SLOW_SECONDS)
 
 

@@ -177,7 +177,7 @@ class _Reader:
         raise _NoValueError
 
     def _part(self, depth: int) -> float:
-        r"""Of a fraction: braces, or the one digit that LaTeX takes: `\frac12` is a half."""
+        r"""A part of a fraction: braces, or one digit, as in LaTeX: `\frac12` is a half."""
         token = self._next()
         if token.isdigit() and len(token) > 1:
             self._tokens[self._place] = token[1:]

@@ -78,7 +78,7 @@ def investigate(
 
 
 def _new_folder(out: Path) -> Path:
-    """Named by the second; two watches may suspect something in the same one."""
+    """A new folder named by the time, to the second; numbered if two watches take the same."""
     make_folders(out)  # first: a file in its place must not look like a name that is taken
     stamp, number = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"), 1
     while True:

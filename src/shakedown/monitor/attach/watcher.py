@@ -55,7 +55,7 @@ class Watcher:
         self._filled = time.monotonic()
 
     def run(self) -> ExitCode:
-        """Until the job ends: OK where it ended well, FAIL where it did not.
+        """Watch until the job ends: OK where it ended well, FAIL where it did not.
 
         Raises:
             CannotJudgeError: there is nothing that could be looked at.
@@ -136,7 +136,7 @@ class Watcher:
     # --- what it is, and how it ends
 
     def _introduce(self, looks: Mapping[str, Look | None]) -> None:
-        """Who its ranks are, whenever that changes; and once what may not be done."""
+        """Print the ranks whenever they change, and missing permissions once."""
         seen = [look for look in looks.values() if look]
         self._silent = {host for host, look in looks.items() if not look}
         for look in seen:

@@ -62,7 +62,7 @@ def _places(pid: int) -> Iterator[int]:
 
 
 class _Variable(NamedTuple):
-    """Its address in a file; `first`: the file's lowest one; `moved`: it may be loaded anywhere."""
+    """The variable's address in a file; `first`: the lowest; `moved`: loaded at any address."""
 
     value: int
     first: int

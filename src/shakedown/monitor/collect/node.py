@@ -75,7 +75,7 @@ def _row(nvml: Any, index: int) -> dict[str, object]:
 
 
 def _watts(nvml: Any, handle: Any) -> int | None:
-    """None where the board does not measure it."""
+    """The power; None where the board does not measure it."""
     try:
         return int(nvml.nvmlDeviceGetPowerUsage(handle)) // 1000
     except nvml.NVMLError:

@@ -148,7 +148,7 @@ def _address_of(pid: int) -> str:
 
 
 def _environ(pid: int, *names: str) -> dict[str, str]:
-    """Those of the variables that its program was started with."""
+    """The given variables that its program was started with."""
     try:
         rows = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

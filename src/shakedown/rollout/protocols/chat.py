@@ -8,7 +8,7 @@ from shakedown.rollout.protocols.base import Reply, openai_error
 
 
 def to_chat(body: Body) -> Body:
-    """As it is."""
+    """The body, unchanged."""
     return body
 
 

@@ -93,14 +93,14 @@ class Sft:
         return StepResult(sums, values)
 
     def synchronise(self, _step: int, /) -> float:
-        """Nobody else uses the weights of an SFT stage."""
+        """Do nothing: nobody else uses the weights of an SFT stage."""
         return 0.0
 
     def attach(self, _folder: Path, _step: int, /) -> None:
         """The place in the data says it all."""
 
     def finish(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
     def _batch(self) -> TokenBatch:
         rows = self._rows.take(self._context.job.config.batch_size)

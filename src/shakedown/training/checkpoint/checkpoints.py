@@ -277,7 +277,7 @@ class Checkpoints:
             _raise_together(now.saving.failure)
 
     def wait(self) -> None:
-        """Until the checkpoint that is being written, if any, is published.
+        """Wait until the checkpoint that is being written, if any, is published.
 
         Raises:
             StorageError: it could not be written.

@@ -98,7 +98,7 @@ def _fingerprint(job: StageJob, contents: Contents) -> dict[str, str]:
 
 
 def _contents(job: StageJob, contents: Contents) -> dict[str, str]:
-    """Of the files that are read; a hub's data and code that is not found stand by their names."""
+    """Digests of the files that are read; a hub's data and missing code count by their names."""
     folder = Path(job.model)
     tokenizer = _matching(folder, (*TOKENIZERS, *_TOKENIZER))
     template = _matching(folder, _TEMPLATE)

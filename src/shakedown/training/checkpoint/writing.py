@@ -61,7 +61,7 @@ class Saving:
         self._allowed.set()
 
     def abandon(self) -> None:
-        """It is not to appear any more, unless it is appearing just now."""
+        """Give the checkpoint up, unless it is being published just now."""
         self._abandoned.set()
         self._allowed.set()  # wakes a thread that waits to be allowed
 

@@ -16,7 +16,7 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Cut:
-    """Both directions of one kind of weight.
+    """A cut of one kind of weight, in both directions.
 
     Attributes:
         take: (Hugging Face weights, shape, rank, ranks) -> that rank's Megatron weight.
@@ -72,7 +72,7 @@ def _give_gated(shards: Tensors, _shape: ModelShape) -> list[torch.Tensor]:
 
 
 def _take_qkv(tensors: Tensors, shape: ModelShape, rank: int, ranks: int) -> torch.Tensor:
-    """For each of the rank's key-value heads: its query heads, the key head, the value head.
+    """The rank's share: for each key-value head its query heads, the key head, the value head.
 
     That is how megatron-core's SelfAttention takes the output of linear_qkv apart.
     """

@@ -157,7 +157,7 @@ class TrainEngine(ABC):
         sizes: Mapping[str, int],
         options: EngineOptions,
     ) -> None:
-        """For `build`, which loads the model then. `sizes` has `d`, `t` and `p`."""
+        """Prepare for `build`, which then loads the model. `sizes` has `d`, `t` and `p`."""
         self.rank: int = dist.get_rank()
         self.world_size: int = dist.get_world_size()
         self.source = source

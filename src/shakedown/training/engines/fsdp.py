@@ -214,7 +214,7 @@ class FsdpEngine(TrainEngine):
         return {"model": weights, "optimizer": {"state": moments}}
 
     def _state_to_write(self) -> dict[str, Any]:
-        """As `_state`; of a tied weight one stage's copy is written."""
+        """The state to write: `_state` with one stage's copy of a tied weight."""
         state, pipeline = self._state(), self._pipeline
         if pipeline:
             for tensors in (state["model"], state["optimizer"]["state"]):
@@ -234,8 +234,8 @@ class FsdpEngine(TrainEngine):
 
     @contextmanager
     def generator(self) -> Iterator[Generator]:
-        """All ranks, by the sharded model itself where it is in one piece: no rank ever holds the
-        whole.
+        """A generator over all ranks, by the sharded model itself where it is in one piece: no rank
+        ever holds the whole.
         """
         if self._pipeline:
             with sharded_copy(self) as found:

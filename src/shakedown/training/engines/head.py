@@ -25,7 +25,7 @@ class OutputHead:
     after: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def gathered(self, tensor_ranks: Any = None) -> Head:
-        """With the weights as they are gathered at this moment.
+        """The head with the weights that are gathered at this moment.
 
         Args:
             tensor_ranks: the group of those that hold the same whole head: each makes the logits

@@ -101,7 +101,7 @@ class LayerStage(nn.Module):  # type: ignore[misc]
         return self.finish(kept, OutputHead(self.lm_head).gathered(self._tensor_ranks), number)
 
     def get_decoder(self) -> nn.Module:
-        """As transformers' models have it: what the layers are in."""
+        """The module with the layers, under transformers' name."""
         return self.model
 
     def named(self) -> dict[str, nn.Parameter]:
@@ -153,8 +153,9 @@ class Pipeline:
         temperature: float,
         begin: OnMicroBatch,
     ) -> None:
-        """All micro batches through the pipeline and, with gradients on, back; `finish` on the
-        last stage.
+        """Run all micro batches through the pipeline and, with gradients, back.
+
+        The last stage calls `finish`.
         """
         # Before the first wait for a neighbour: a stage that hangs there is then seen at this step.
         begin(0, batches)

@@ -196,7 +196,7 @@ class _Sums:
 
 
 class _Gradients:
-    """Of hidden states, weight and bias, as blocks of the logits' gradient come."""
+    """Gradients of hidden states, weight and bias, summed over blocks of the logits' gradient."""
 
     def __init__(
         self, hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None

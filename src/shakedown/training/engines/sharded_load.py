@@ -72,7 +72,7 @@ def fill(module: nn.Module, named: Mapping[str, Any], folder: Path, device: torc
 
 
 def _give_memory(module: nn.Module, device: torch.device) -> dict[Any, nn.Parameter]:
-    """As `Module.to_empty`, which leaves tied weights apart and buffers without their values."""
+    """Allocate as `Module.to_empty`, which unties tied weights and loses the values of buffers."""
     made: dict[Any, nn.Parameter] = {}
     for part in module.modules():
         for name, value in list(part.named_parameters(recurse=False)):

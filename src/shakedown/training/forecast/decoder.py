@@ -164,7 +164,7 @@ class Decoder:
 
     @property
     def shape(self) -> DecoderShape:
-        """For the count of operations."""
+        """The shape for the count of operations."""
         return DecoderShape(self.active, self.layers, self.heads, self.head_size)
 
     @property
@@ -251,7 +251,7 @@ def _experts(sizes: _Sizes, kind: str) -> Experts:
 
 
 def read_decoder(body: Mapping[str, Any], where: str) -> Decoder:
-    """From a config.json's object.
+    """The decoder of a config.json's object.
 
     Args:
         where: the file, as errors name it.

@@ -9,7 +9,7 @@ from shakedown.training.metrics.flops import GB
 
 
 def render(plan: StageForecast) -> str:
-    """For a person; GB are 10^9 bytes."""
+    """The plan as text for people; GB are 10^9 bytes."""
     work = plan.work
     cut = f"{work.backend}:d{work.d}t{work.t}p{work.p}"
     rows = f"{work.micro_batches} micro batches of {micro_batch(work)}"

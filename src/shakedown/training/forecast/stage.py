@@ -64,7 +64,7 @@ class StageForecast:
 
     @property
     def trainer(self) -> Kinds:
-        """At that moment."""
+        """Bytes by kind at that moment."""
         return self.moments[self.moment]
 
     @property
@@ -93,7 +93,7 @@ class StageForecast:
         return served and self.needed <= self.limit
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, in bytes."""
+        """The whole forecast, in bytes."""
         told = {"moment": self.moment, "needed": self.needed, "fits": self.fits}
         return {**asdict(self), **told}
 

@@ -58,7 +58,7 @@ class Work:
 
     @property
     def trained_tokens(self) -> int:
-        """Of those; more of shorter rows, whose prompts may be short, fill a budget."""
+        """Trained tokens of a micro batch; a budget may be filled with trained tokens alone."""
         return self.budget or self.rows * self.trained
 
 
@@ -153,7 +153,7 @@ def _held(part: _Part, work: Work) -> dict[str, int]:
 
 
 def _gradients(part: _Part, work: Work) -> int:
-    """In float32: sharded, or Megatron's buffer of all of them."""
+    """Gradients in float32: sharded, or Megatron's buffer of all of them."""
     return FLOAT32 * part.parameters // (1 if work.backend == "megatron" else work.d)
 
 
@@ -257,7 +257,7 @@ def _one_unit_reduced(work: Work, whole: int, kept: int) -> dict[str, int]:
 
 
 def _unsharded_parameters(part: _Part, work: Work) -> int:
-    """As the engine counts them: layers that are cut over t count whole."""
+    """Parameters as the engine counts them: layers that are cut over t count whole."""
     return part.body * work.t + part.root
 
 

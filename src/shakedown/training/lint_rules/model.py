@@ -98,7 +98,7 @@ def _cut_fault(part: AllocationPart, sizes: ModelSizes) -> str:
 
 
 def router_loss(inputs: Inputs) -> Iterator[Finding]:
-    """Of the model that the run begins with."""
+    """The finding about the router loss of the run's first model."""
     return router_loss_left_out(inputs.sizes)
 
 

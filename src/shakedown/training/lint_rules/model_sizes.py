@@ -53,7 +53,7 @@ class ModelSizes:
 
 
 def demo_sizes() -> ModelSizes:
-    """Those of the model that `shakedown assets` writes."""
+    """The sizes of the model that `shakedown assets` writes."""
     return _sizes(_DEMO_BODY)
 
 
@@ -90,7 +90,7 @@ def decoder_of(source: str) -> Decoder:
 
 
 def known_decoder(source: str) -> Decoder | None:
-    """As `decoder_of`; None for a model that cannot be planned with, or is not here."""
+    """The `decoder_of` the model; None if it cannot be planned with, or is not here."""
     try:
         return decoder_of(source)
     except CannotJudgeError:

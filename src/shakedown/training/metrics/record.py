@@ -69,7 +69,7 @@ class MetricsLog:
 
 
 class MetricsRecord:
-    """For rank 0. A sink that fails is said once and left out: it must never end the training.
+    """Rank 0's record. A failed sink is reported once and dropped: it must not end the training.
 
     Raises:
         UsageError: a sink cannot be used here.

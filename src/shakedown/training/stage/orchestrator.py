@@ -238,7 +238,7 @@ class Orchestrator:
         )
 
     async def run(self) -> None:
-        """Until the trainer has finished and its processes are gone.
+        """Run until the trainer has finished and its processes are gone.
 
         Raises:
             UsageError: the reward function cannot be used.

@@ -182,7 +182,7 @@ class Monitor:
         return self.launched.job.attempt
 
     def _ask_to_stop(self) -> None:
-        """By the file that all nodes see, and by a signal to the ranks of this node."""
+        """Ask by the file that all nodes see, and by a signal to the ranks of this node."""
         self._asked = True
         self.echo.say(f"{self.stop.reason}: saving the state")
         try:

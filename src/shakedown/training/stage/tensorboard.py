@@ -91,7 +91,7 @@ def _value(message: bytes) -> tuple[str, float] | None:
 
 
 def _of_tensor(fields: Mapping[int, list[int | bytes]]) -> float | None:
-    """Of a tensor with one number; None of any other."""
+    """The value of a tensor with one number; None for any other."""
     (kind,) = fields.get(_DTYPE, [0])[-1:]
     form = _FORMS.get(kind) if isinstance(kind, int) else None
     if form is None:
@@ -157,7 +157,7 @@ _TABLE = _table()
 
 
 def masked_crc(data: bytes) -> int:
-    """As record_writer.h masks it: rotated by 15 bits, and a constant added."""
+    """The CRC masked as in record_writer.h: rotated by 15 bits, plus a constant."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = _TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8

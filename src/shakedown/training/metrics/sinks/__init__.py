@@ -14,7 +14,7 @@ class Sink(Protocol):
     """Takes the rows of one stage; on rank 0 alone. What it raises ends the sink, not the stage."""
 
     def __init__(self, job: StageJob) -> None:
-        """Nothing is written yet."""
+        """Prepare; nothing is written yet."""
 
     def begin(self, done: int) -> None:
         """Called once, before the first row: the stage goes on after step `done`."""
