@@ -18,7 +18,7 @@ from shakedown.core.errors import LaunchError
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-PORT_TAKEN = "another process has the port of the ranks' store"  # recognised by stage/port_race.py
+PORT_TAKEN = "another process has the port of the ranks' store"  # recognised by stage/endings.py
 
 
 def open_store(
