@@ -184,7 +184,7 @@ def test_a_stage_without_rollouts_and_a_foreign_model_are_refused(
     assert cli.main(command(tmp_path, assets, recorded, stage="sft")) == 2
     assert "only grpo has rollouts" in capsys.readouterr().err
     assert cli.main([*command(tmp_path, assets, recorded), "--model", str(tmp_path)]) == 2
-    assert "it has no config.json" in capsys.readouterr().err
+    assert "config.json is missing" in capsys.readouterr().err
 
 
 def test_a_batch_is_kept_where_hard_links_do_not_work(

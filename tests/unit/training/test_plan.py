@@ -87,7 +87,7 @@ def test_a_given_model_wins_and_has_to_be_one(config: Config, tmp_path: Path) ->
     write_json(tmp_path / "own" / "config.json", {})
 
     assert _model_of(config, "second", tmp_path, tmp_path / "own") == str(tmp_path / "own")
-    with pytest.raises(UsageError, match=r"no config\.json"):
+    with pytest.raises(UsageError, match=r"config\.json is missing"):
         _model_of(config, "second", tmp_path, tmp_path)
 
 

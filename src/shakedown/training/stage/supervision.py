@@ -109,7 +109,7 @@ class Monitor:
     on_stall: Callable[[Movement], None]
     exits: list[Exit] = field(default_factory=list)
     movement: Movement | None = None
-    held: tuple[str, ...] = ()  # processes that stand for a debugger
+    held: tuple[str, ...] = ()  # processes that wait for a debugger
     _asked: bool = False  # the ranks to save and stop
 
     def run(self) -> Ending:
@@ -164,7 +164,7 @@ class Monitor:
             if text not in self.held:
                 self.echo.say(f"{text}; no time-out runs; next: shakedown debug attach")
         if self.held and not stops:
-            self.echo.say("no process stands for a debugger any more")
+            self.echo.say("no process is waiting for a debugger any more")
         self.held = tuple(stops)
 
     def _stall(self, now: float) -> Ending | None:
