@@ -34,7 +34,7 @@ def rates(metrics: Path) -> list[float]:
 
 def restart(stage: StagePaths) -> subprocess.CompletedProcess[str]:
     """Run what the verdict says is next of a stage that is to be trained anew."""
-    told = read_json(stage.verdict)["next"].partition("train anew under this one: ")[2]
+    told = read_json(stage.verdict)["next"].partition("train again under this one: ")[2]
     program, *words = shlex.split(told)
     assert (program, words[-1]) == ("shakedown", "--restart"), told
     command = [sys.executable, "-m", "shakedown.cli", *words]

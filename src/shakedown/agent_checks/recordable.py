@@ -45,7 +45,7 @@ class Recordable:
             blame="none" if self.yes else "environment",
             remedy=""
             if self.yes
-            else "training with the agent needs a vLLM that tells token ids in chat replies; "
+            else "training with the agent needs a vLLM that returns token ids in chat replies; "
             "what this run says of the agent's logic and load holds",
         )
         return [recorded, *([_narrowed(self.refused)] if self.refused else [])]

@@ -42,7 +42,8 @@ def lost_on_the_way(cause: str, episodes: Sequence[Episode]) -> tuple[Blame, str
     return (
         "environment",
         "the calls reached the recording proxy and were lost between it and the engine, each "
-        "sent again in vain: read the engine's log, and that of any proxy before it, at that time",
+        "sent again without success: read the engine's log, and that of any proxy before it, "
+        "at that time",
     )
 
 
@@ -85,6 +86,6 @@ def failed_calls(result: RunResult) -> list[Finding]:
             measured=f"{failed} of {made} calls failed in {len(borne)} episodes that went well "
             f"({_by_hop(borne)})",
             expected="none; such an episode is rewarded for what it did without them",
-            remedy="their status and error stand in episodes.jsonl",
+            remedy="their status and error are in episodes.jsonl",
         )
     ]

@@ -153,7 +153,7 @@ class WorkflowEngine:
         choice = reply.choices[0]
         tokens = getattr(choice, "token_ids", None)
         if tokens is None or choice.logprobs is None:
-            raise ValueError("the server's completions tell no token ids: use vllm")
+            raise ValueError("the server's completions have no token ids: use vllm")
         return ModelResponse(
             input_tokens=prompt,
             output_tokens=list(tokens),

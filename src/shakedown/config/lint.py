@@ -138,7 +138,7 @@ def _lint_stage(
             findings += _lint_agent(f"{key}.grpo.agent", stage.grpo.agent)
         findings += _lint_server_of(f"{key}.grpo", stage.grpo, serve)
         if serve.nodes > stage.nodes:
-            expected = f"at most {key}.nodes, {stage.nodes}: on each a server of its own"
+            expected = f"at most {key}.nodes, {stage.nodes}: a separate server on each"
             findings.append(_fail("serve", "serve.nodes", serve.nodes, expected))
     if stage.fault and stage.fault.kind not in faults:
         remedy = f"choose one{did_you_mean(stage.fault.kind, faults)}"

@@ -185,7 +185,7 @@ class Client:
         except NoAnswerError as error:
             asked = "is the server still running? shakedown serve status FOLDER"
             if error.timed_out:
-                asked = "is the server paused or overloaded? its log says"
+                asked = "is the server paused or overloaded? see its log"
             raise ServerError(error.args[0], hint=asked) from error
 
     async def _asked(self, request: Request, limit: float, pauses: Sequence[float]) -> Any:

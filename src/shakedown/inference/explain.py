@@ -105,7 +105,7 @@ RULES: tuple[CausePattern, ...] = (
     CausePattern(
         r"contains custom code which must be executed|requires you to execute custom code"
         r"|consider setting `trust_remote_code",
-        "the model brings code of its own, which the engine does not run unasked",
+        "the model has its own code, which the engine does not run unless told to",
         "read that code; then --trust-remote-code in serve.extra_args",
         "transformers/dynamic_module_utils.py; vllm/transformers_utils/config.py",
     ),
@@ -117,7 +117,7 @@ RULES: tuple[CausePattern, ...] = (
     ),
     CausePattern(
         r"Unknown quantization method|Quantization method specified in the model config",
-        "the engine does not know the model's quantisation, or was told another one",
+        "the engine does not know the model's quantisation, or was given another one",
         "take --quantization out of serve.extra_args, or serve weights that are not quantised",
         "vllm/config/model.py",
     ),

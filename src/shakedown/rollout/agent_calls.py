@@ -221,11 +221,13 @@ class StreamRecord:
         tokens = sum(len(choice.tokens) for choice in self.choices.values())
         logprobs = sum(len(choice.logprobs) for choice in self.choices.values())
         if not self.prompt or not tokens:
-            raise ValueError("the engine told no token ids")
+            raise ValueError("the engine returned no token ids")
         if any(len(each.tokens) != len(each.logprobs) for each in self.choices.values()):
-            raise ValueError(f"the engine told {tokens} tokens and {logprobs} log-probabilities")
+            raise ValueError(
+                f"the engine returned {tokens} tokens and {logprobs} log-probabilities"
+            )
         if self.used is not None and self.used != tokens:
-            raise ValueError(f"the engine sampled {self.used} tokens and told {tokens}")
+            raise ValueError(f"the engine sampled {self.used} tokens and returned {tokens}")
         return [
             Call(
                 list(self.prompt),

@@ -234,7 +234,7 @@ class AgentGroupSampler:
             raise AgentFailedError(
                 excess,
                 hint="let `run` return 0 for what the model does wrong (the first failure of each "
-                "cause stands in orchestrator.log with its row), or set data.reward_failed_share",
+                "cause is in orchestrator.log with its row), or set data.reward_failed_share",
             )
 
     async def pause(self, within: float) -> None:

@@ -225,7 +225,9 @@ def find_queue(
         return SavedQueue(by_step)
     folder, messages = checkpoint / _FOLDER, list[str]()
     if not folder.is_dir():
-        messages.append(f"{checkpoint.name} has no rollouts: prompts go on as if none had failed")
+        messages.append(
+            f"{checkpoint.name} has no rollouts: prompts continue as if none had failed"
+        )
         return SavedQueue(by_step, messages=messages)
     batches: list[RolloutBatch] = []
     cursors: list[PromptCursor] = []
@@ -255,7 +257,7 @@ def _fit(batch: RolloutBatch, step: int, async_level: int) -> RolloutBatch:
     staleness = step - 1 - int(batch.versions.min())
     if batch.step != step or not 0 <= staleness <= async_level:
         raise UsageError(
-            f"a batch of step {batch.step}, {staleness} versions old, lies under step {step}; "
+            f"a batch of step {batch.step}, {staleness} versions old, is stored under step {step}; "
             f"async_level is {async_level}"
         )
     return batch

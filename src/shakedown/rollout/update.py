@@ -73,7 +73,7 @@ def _check_same_kind(endpoint: Endpoint, folder: Path) -> None:
         raise UsageError(
             f"{folder} is a different model from the one that {endpoint.name} serves ({served}): "
             f"{'; '.join(found[:_SHOWN])}{more}",
-            hint=f"start a server of its own: shakedown serve start --engine {endpoint.engine} "
+            hint=f"start a separate server: shakedown serve start --engine {endpoint.engine} "
             f"--model {shlex.quote(str(folder))} --out FOLDER",
         )
 
@@ -125,4 +125,4 @@ def _vocabulary(folder: Path) -> int:
         size = config.get("vocab_size") or config["text_config"]["vocab_size"]
         return max(3, int(size))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{folder / 'config.json'} tells no vocab_size: {error}") from error
+        raise UsageError(f"{folder / 'config.json'} has no valid vocab_size: {error}") from error

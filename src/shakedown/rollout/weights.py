@@ -235,7 +235,7 @@ class WeightSync:
             print(
                 f"version {weights.version}: the answers of {each.name} to the probe moved by "
                 f"{moved[each]:.2g} nats at most, and two with the same weights were "
-                f"{each.noise:.2g} apart: that it has the new weights cannot be told; look at k3",
+                f"{each.noise:.2g} apart: whether it has the new weights is not known; look at k3",
                 flush=True,
             )
 

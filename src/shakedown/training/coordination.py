@@ -207,7 +207,7 @@ class Ranks:
             raise CannotJudgeError(
                 f"{name} in the ranks' store is not signed with this attempt's key: "
                 "a process outside the job wrote it",
-                hint="see who else uses the nodes, and run the stage where nobody does "
+                hint="see who else uses the nodes, and run the stage where nobody else does "
                 "(sbatch --exclusive)",
             )
         return text.decode()

@@ -81,8 +81,8 @@ def test_a_finished_stage_is_not_the_result_of_a_learning_rate_that_came_after_i
     why = f"0 of 2 steps ran with the current settings: {why}"
     assert (code, lab.accept()[0]) == (1, 1), said
     assert why in said
-    assert "a `run:` name of its own" in said
-    assert "train anew under this one: shakedown train sft " in said
+    assert "a separate `run:` name" in said
+    assert "train again under this one: shakedown train sft " in said
     assert said.count("--restart") >= 1
     assert read_outcome(lab.paths.outcome).sentence == why
     assert read_verdict(lab.paths.verdict).status == "FAIL"

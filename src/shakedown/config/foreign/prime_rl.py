@@ -309,7 +309,7 @@ def _sources(d: Document, at: str) -> list[Finding]:
             where = f"{at}{split}.source.{index}"
             name = d.text(f"{where}.name") or d.text(f"{where}.env.taskset.id")
             if name and name in seen:
-                expected = f"a name of its own for each source of {split}"
+                expected = f"a distinct name for each source of {split}"
                 findings.append(told("fail", "sources", where, name, expected))
             seen.add(name)
     # Until 0.7 the sources were called `env`.

@@ -19,7 +19,7 @@ _KEY = "would show its key in `ps`, and every server asks for a secret on every 
 _NOT_EXTRA = {
     "--api-key": _KEY,
     "--admin-api-key": _KEY,
-    "--host": "is the server's address, which clients are told",
+    "--host": "is the server's address, which is given to clients",
 }
 _EXTRA_HINT = "leave it out: `serve start` has --host, and takes a key of yours from VLLM_API_KEY"
 

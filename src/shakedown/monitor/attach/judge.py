@@ -102,7 +102,7 @@ class Judge:
         """Judge a look without processes, or with `others` that are not ranks, as a launcher."""
         self._life.hold(now)
         if not self._world:
-            return Judgement("waiting", sentence="no process of it is there yet")
+            return Judgement("waiting", sentence="none of its processes has started yet")
         had = _with_rank(self._world) or self._world
         words = (
             f"none of its {len(had)} {'ranks' if self._ranked else 'processes'} is there any more"

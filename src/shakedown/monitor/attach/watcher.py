@@ -69,7 +69,7 @@ class Watcher:
                 return self._over(phase)
             if phase.state != "runs":  # a controller that is silent for once ends no watch
                 self._start_again()
-                word = "is" if phase.state == "waits" else "Slurm tells nothing of it:"
+                word = "is" if phase.state == "waits" else "Slurm does not report it:"
                 self._tell("phase", f"{word} {phase.says}; nothing to look at")
                 time.sleep(self._options.interval)
             else:
@@ -149,7 +149,7 @@ class Watcher:
             if look.error:
                 self._tell(f"error {look.host}", f"{look.host}: {look.error}")
         if seen and not self._there and (why := self._subject.missing()):
-            self._tell("rights", f"nothing of it may be seen: {why}")
+            self._tell("rights", f"none of it is visible: {why}")
         here = {name for _, name in self._there}  # a rank may come back on another node
         self._gone = {key: p for key, p in self._gone.items() if key[1] not in here}
         # Who is left is not known while a node does not answer.
@@ -158,7 +158,7 @@ class Watcher:
 
     def _processes_ended(self, judgement: Judgement) -> ExitCode:
         held = self._alarmed is not None
-        how = "it stood still" if held else "how they ended, Slurm alone would tell"
+        how = "it stood still" if held else "only Slurm would know how they ended"
         self._say(f"{self._subject.label}: ended: {judgement.sentence}; {how}")
         return ExitCode.FAIL if held else ExitCode.OK
 

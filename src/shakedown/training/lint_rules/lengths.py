@@ -97,5 +97,5 @@ def values_of_the_demo(inputs: Inputs) -> Iterator[Finding]:
 
 
 def _left(subject: str, measured: object, expected: str) -> Finding:
-    remedy = "this is the demo's value, left beside a model of your own"
+    remedy = "this is the demo's value, left with your own model"
     return advice("demo", subject, measured, expected, remedy)

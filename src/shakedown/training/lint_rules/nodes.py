@@ -107,5 +107,5 @@ def steps_are_read(inputs: Inputs) -> Iterator[Finding]:
     for key, stage in inputs.commands:
         if stage.steps and stage.progress is None:
             expected = "null, or `progress: {pattern: ...}`"
-            remedy = "nothing says how many steps are done"
+            remedy = "nothing shows how many steps are done"
             yield advice("progress", f"{key}.steps", stage.steps, expected, remedy)

@@ -38,7 +38,7 @@ def checkpoints(inputs: Inputs) -> Iterator[Finding]:
         if stage.checkpoint_every > stage.steps:
             subject, every = f"{key}.checkpoint_every", stage.checkpoint_every
             expected = f"at most {key}.steps, {stage.steps}"
-            remedy = "there is no checkpoint before the end: cut off, the stage begins anew"
+            remedy = "there is no checkpoint before the end: if cut off, the stage starts over"
             yield advice("checkpoint", subject, every, expected, remedy)
 
 
@@ -48,7 +48,7 @@ def batches(inputs: Inputs) -> Iterator[Finding]:
     for key, stage in inputs.stages:
         if rows is not None and stage.batch_size > rows:
             expected = f"at most the {rows} rows of data.train"
-            subject, remedy = f"{key}.batch_size", "the same rows stand in a batch several times"
+            subject, remedy = f"{key}.batch_size", "the same rows are in a batch several times"
             yield advice("batch", subject, stage.batch_size, expected, remedy)
         share, micro = _share(stage), stage.micro_batch_size
         if micro is not None and share is not None and micro > share:
@@ -154,7 +154,7 @@ def memory(inputs: Inputs) -> Iterator[Finding]:
         return
     if cluster.gpus_per_node and not cluster.gpu_model:
         expected = f"the GPU as Slurm's gres names it, such as {', '.join(KNOWN_GPUS)}"
-        remedy = "set it so that memory can be judged; open micro batches have one row till then"
+        remedy = "set it so that memory can be judged; until then micro batches have one row"
         yield advice("memory", "cluster.gpu_model", "empty", expected, remedy)
     for key, stage in inputs.stages:
         try:

@@ -24,7 +24,7 @@ def trainer_waits(inputs: Inputs) -> Iterator[Finding]:
         for subject, seconds in parts:
             if seconds >= limit:
                 expected = f"less than {key}.grpo.batch_timeout, {limit:g} s"
-                remedy = "the trainer gives its batch up while this is still allowed to go on"
+                remedy = "the trainer gives up its batch while this may still continue"
                 yield advice("timeout", subject, seconds, expected, remedy)
         subject, stall, start = (
             f"{key}.grpo.batch_timeout",
@@ -62,7 +62,7 @@ def lease(inputs: Inputs) -> Iterator[Finding]:
     if serve.engine == "external":  # never ended here
         return
     if seconds <= RENEWED_EVERY:
-        expected = f"more than {RENEWED_EVERY:g} s: in use its idle time starts anew so often"
+        expected = f"more than {RENEWED_EVERY:g} s: in use its idle time restarts this often"
         yield fault("lease", "serve.lease", seconds, expected)
     elif seconds < _QUEUE_SECONDS and inputs.config.cluster.launcher == "slurm":
         expected = f"{_QUEUE_SECONDS:g} s or more with launcher: slurm"

@@ -167,6 +167,6 @@ def _check_replay(job: StageJob, folder: Path) -> None:
         raise UsageError(
             f"{folder} was recorded by this same stage: a replay would set its checkpoints, "
             "metrics and model aside",
-            hint="give the replay a results folder of its own: --run-dir DIR",
+            hint="give the replay a separate results folder: --run-dir DIR",
         )
     check_recording(folder, job.config.steps)

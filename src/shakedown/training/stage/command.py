@@ -182,7 +182,7 @@ class CommandPlan:
         if checkpoint:
             return f"{again} resume from {checkpoint}"
         if self.job.config.resume:
-            return f"{again} start it anew: {self._glob} names no checkpoint"
+            return f"{again} start over: {self._glob} names no checkpoint"
         return f"{again} start it again: it has no `resume`"
 
     @property

@@ -92,7 +92,7 @@ def _judge(
         shaping(asked),
         steps=job.config.steps,
         subject=job.stage,
-        remedy="give what is asked now a `run:` name of its own, or train anew under this one: "
+        remedy="use a separate `run:` name for the new settings, or train again under this one: "
         + restart_command(job.paths),
         evidence=str(job.paths.provenance),
     )
@@ -134,7 +134,7 @@ def resume_hint(paths: StagePaths) -> str:
         name = (paths.checkpoints / "latest").read_text(encoding="utf-8")
         return f"{again} resume after step {int(name.strip().removeprefix('step_'))}"
     except (OSError, ValueError):
-        return f"{again} start it anew: no checkpoint was written"
+        return f"{again} start over: no checkpoint was written"
 
 
 def is_finite_number(value: Any) -> TypeGuard[int | float]:

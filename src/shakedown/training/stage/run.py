@@ -74,7 +74,7 @@ def run_stage(
         begin()
         if restart:
             kept = set_aside(paths) or "nothing was there"
-            print(f"stage {plan.job.stage} starts anew; kept: {kept}", flush=True)
+            print(f"stage {plan.job.stage} starts over; kept: {kept}", flush=True)
         return _run_attempts(plan, nodes, fence)
 
 
