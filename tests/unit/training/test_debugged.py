@@ -115,7 +115,7 @@ def test_a_failure_and_a_stall_are_judged_only_when_nobody_stands_any_more(
     assert endings[0].state == state
     printed = capsys.readouterr().out
     assert printed.count("trainer-rank1 on n1 (pid 12) at /app/train.py:12 in step") == 1
-    assert "no process stands for a debugger any more" in printed
+    assert "no process is waiting for a debugger any more" in printed
 
 
 def test_time_in_a_debugger_is_no_stall_and_teaches_no_step_time(tmp_path: Path) -> None:
