@@ -35,7 +35,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 @dataclass(frozen=True)
-class Seen:
+class ReadFile:
     """A file as it was when read, and the SHA-256 of its content."""
 
     size: int
@@ -45,7 +45,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class _Kept:
-    files: Mapping[str, Seen] = field(default_factory=dict)
+    files: Mapping[str, ReadFile] = field(default_factory=dict)
 
 
 class Contents:
@@ -87,7 +87,7 @@ class Contents:
         """
         write_json(self._path, asdict(_Kept(self._files)))
 
-    def _known(self, path: Path) -> Seen | None:
+    def _known(self, path: Path) -> ReadFile | None:
         """The digest; None if the file was not read yet, or was written since."""
         facts, known = path.stat(), self._files.get(str(path.absolute()))
         same = known and (known.size, known.changed) == (facts.st_size, facts.st_mtime_ns)
@@ -99,7 +99,7 @@ class Contents:
         facts = path.stat()
         digest = _read(path)
         if time.time() - facts.st_mtime > _SETTLED_SECONDS:
-            self._files[str(path.absolute())] = Seen(facts.st_size, facts.st_mtime_ns, digest)
+            self._files[str(path.absolute())] = ReadFile(facts.st_size, facts.st_mtime_ns, digest)
         return digest
 
 

@@ -15,7 +15,7 @@ NodeFacts = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class InjectedFault:
+class DrillFault:
     """A fault to inject, on every node if `node` is empty."""
 
     kind: str
@@ -86,7 +86,7 @@ class ProbeRequest(_Wire):
     ports: Sequence[int] = ()
     want: Expectations = Expectations()
     limit: float = 20.0
-    faults: Sequence[InjectedFault] = ()
+    faults: Sequence[DrillFault] = ()
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,10 @@ class WorkerRequest(_Wire):
     addresses: Mapping[str, str]
     token: str
     limit: float
-    faults: Sequence[InjectedFault] = ()
+    faults: Sequence[DrillFault] = ()
 
 
-def has_fault(faults: Sequence[InjectedFault], kind: str, node: str) -> bool:
+def has_fault(faults: Sequence[DrillFault], kind: str, node: str) -> bool:
     """Whether this fault is injected on this node."""
     return any(fault.kind == kind and fault.node in ("", node) for fault in faults)
 
@@ -145,7 +145,7 @@ class PreflightSettings:
     limit: float = 20.0
     burn: float = 600.0
     ports: Sequence[int] = ()
-    faults: Sequence[InjectedFault] = ()
+    faults: Sequence[DrillFault] = ()
     spares: int = 0
     leaves: Mapping[str, Sequence[str]] = field(default_factory=dict)
     after: str = ""

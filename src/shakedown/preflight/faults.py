@@ -7,7 +7,7 @@ from typing import Any
 
 from shakedown.core.errors import UsageError, did_you_mean
 from shakedown.preflight.check import Measure
-from shakedown.preflight.datatypes import InjectedFault, NodeFacts, ProbeRequest
+from shakedown.preflight.datatypes import DrillFault, NodeFacts, ProbeRequest
 
 Change = Callable[[NodeFacts, Collection[str]], Mapping[str, Any]]
 
@@ -44,7 +44,7 @@ def with_faults(check: str, measure: Measure) -> Measure:
     return measured
 
 
-def parse_fault(text: str, nodes: Sequence[str]) -> InjectedFault:
+def parse_fault(text: str, nodes: Sequence[str]) -> DrillFault:
     """Parse `KIND` or `KIND:NODE`.
 
     Raises:
@@ -61,7 +61,7 @@ def parse_fault(text: str, nodes: Sequence[str]) -> InjectedFault:
             f"--fake-fault {text!r}: no such node{did_you_mean(node, nodes)}; "
             f"nodes: {', '.join(nodes)}"
         )
-    return InjectedFault(kind, node)
+    return DrillFault(kind, node)
 
 
 def _hang(_facts: NodeFacts, _nodes: Collection[str]) -> NodeFacts:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from shakedown.core.verdict import Finding, Status, counted, status_of
 from shakedown.core.visible import masked
-from shakedown.preflight.datatypes import Expectations, InjectedFault, NodeReport, ProbeRequest
+from shakedown.preflight.datatypes import DrillFault, Expectations, NodeReport, ProbeRequest
 from shakedown.preflight.judge import judge
 from shakedown.preflight.probe import measures, run_checks
 from shakedown.slurm.hostlist import node_name
@@ -36,7 +36,7 @@ _LONGEST = 400  # characters; a node's reason in Slurm's database and Nagios' fi
 
 
 def check_this_node(
-    want: Expectations, *, limit: float, faults: Sequence[InjectedFault] = ()
+    want: Expectations, *, limit: float, faults: Sequence[DrillFault] = ()
 ) -> tuple[str, Status]:
     """(one line, verdict) on the faults that are this node's own.
 

@@ -13,8 +13,8 @@ from shakedown.preflight.check import CheckJudgement, Fleet
 from shakedown.preflight.checks import gpus, torch_gpus, xid
 from shakedown.preflight.datatypes import (
     CheckReport,
+    DrillFault,
     Expectations,
-    InjectedFault,
     NodeFacts,
     NodeReport,
     ProbeRequest,
@@ -240,7 +240,7 @@ def test_a_log_that_cannot_be_read_is_skipped_never_passed() -> None:
 def test_injected_gpu_faults_are_judged_as_real_ones(kind: str, check: Any) -> None:
     good = {"errors": [], "unreadable": ""} if check is xid else TORCH
     row = FAULTS[kind].check
-    asked = replace(ASKED, faults=[InjectedFault(kind)])
+    asked = replace(ASKED, faults=[DrillFault(kind)])
 
     changed = with_faults(row, lambda _request, _node: good)(asked, "n1")
 

@@ -19,8 +19,8 @@ from shakedown.preflight.checks.interfaces import gloo_choice, nccl_choice
 from shakedown.preflight.checks.paths import sampled_blocks
 from shakedown.preflight.checks.visibility import COMMAND, leave_file
 from shakedown.preflight.datatypes import (
+    DrillFault,
     Expectations,
-    InjectedFault,
     NodeFacts,
     NodeReport,
     ProbeRequest,
@@ -48,7 +48,7 @@ def request(tmp_path: Path, *faults: str, limit: float = 10.0, **more: object) -
         "token": "t",
         "limit": limit,
         "want": Expectations(paths=paths),  # type: ignore[arg-type]
-        "faults": [InjectedFault(kind) for kind in faults],
+        "faults": [DrillFault(kind) for kind in faults],
     }
     return ProbeRequest(**{**base, **more})  # type: ignore[arg-type]
 
@@ -103,7 +103,7 @@ def test_an_injected_fault_is_found_by_its_check_and_by_no_other(
     nodes = dict.fromkeys(NODES, "127.0.0.1")
     asked = {"paths": [str(tmp_path / "model")], "ports": [free_port("")]}
     healthy = request(tmp_path, limit=6.0, addresses=nodes, **asked)
-    faulty = replace(healthy, faults=[InjectedFault(fault, "n1")])
+    faulty = replace(healthy, faults=[DrillFault(fault, "n1")])
     others = {node: report(healthy) for node in NODES[1:]}
 
     # What differs between files of one name is told as another row: `same_files`.
@@ -132,7 +132,7 @@ def report(asked: ProbeRequest) -> NodeReport:
 
 
 def test_faults_hit_the_named_node_only(tmp_path: Path) -> None:
-    asked = request(tmp_path, faults=[InjectedFault("low_shm", "n2")])
+    asked = request(tmp_path, faults=[DrillFault("low_shm", "n2")])
     shm = measures(asked.want)["shm"]
 
     assert shm(asked, "n1")["free_mb"] != 1.0
@@ -175,7 +175,7 @@ def test_unknown_faults_and_nodes_are_refused(kind: str) -> None:
 
 def test_requests_survive_the_command_line(tmp_path: Path) -> None:
     probe = request(tmp_path, "low_shm", paths=["/a b"])
-    worker = WorkerRequest({"n1": "10.0.0.1"}, "t", 5.0, [InjectedFault("gloo_dead")])
+    worker = WorkerRequest({"n1": "10.0.0.1"}, "t", 5.0, [DrillFault("gloo_dead")])
 
     assert ProbeRequest.from_text(probe.to_text()) == ProbeRequest.from_text(probe.to_text())
     assert ProbeRequest.from_text(probe.to_text()).want.paths == ["/a b"]

@@ -49,10 +49,10 @@ class Samplers:
 
     def __init__(self, starts: Sequence[Start]) -> None:
         self._number = 0
-        self._running: list[_Running] = []
+        self._running: list[_RunningSampler] = []
         try:
             for start in starts:
-                self._running.append(_Running(start))
+                self._running.append(_RunningSampler(start))
         except LaunchError:
             self.close()
             raise
@@ -70,7 +70,7 @@ class Samplers:
             split = alone is not None and each.failures and 1 < len(hosts) <= MOST_STEPS
             starts = [alone(host) for host in hosts] if alone and split else [each.start]
             failures = 0 if split else each.failures + 1
-            running += [_Running(start, failures, now) for start in starts]
+            running += [_RunningSampler(start, failures, now) for start in starts]
         self._running = running
 
     def ask(self, seconds: float) -> dict[str, Look | None]:
@@ -114,7 +114,7 @@ class Samplers:
             running.close()
 
 
-class _Running:
+class _RunningSampler:
     """One program, what it has written, and its messages."""
 
     def __init__(self, start: Start, failures: int = 0, now: float = 0.0) -> None:
