@@ -162,13 +162,13 @@ LOGS = [
     ("do not fit", "ValueError: There is no module or parameter named 'foo' in Qwen3ForCausalLM"),
     # transformers/dynamic_module_utils.py
     (
-        "code of its own",
+        "its own code",
         "The repository org/model contains custom code which must be executed to correctly load "
         "the model.",
     ),
     # vllm/transformers_utils/config.py
     (
-        "code of its own",
+        "its own code",
         "RuntimeError: Failed to load the model config. If the model is a custom model not yet "
         "available in the HuggingFace transformers library, consider setting "
         "`trust_remote_code=True` in LLM or using the `--trust-remote-code` flag in the CLI.",
