@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tests import leftovers
+from tests import exhaustive, leftovers
 
 # A CI job that was started in the background ignores Ctrl-C, and so would all that it starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -62,8 +62,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Groups:
     return _Groups(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Groups in the order of their start; a run without workers keeps pytest's own order."""
+    for item in items:
+        if exhaustive.is_left_out(item.nodeid):
+            item.add_marker("exhaustive")
     if not hasattr(config, "workerinput"):
         return
     slow = sorted({_group_of(item.nodeid) for item in items if item.get_closest_marker("slow")})
