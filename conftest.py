@@ -23,16 +23,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-# Folders whose tests run one after the other on one worker, the longest first: what starts last
-# ends last. Everywhere else a file is a group, so that its module's fixtures are made once.
+# Folders and files whose tests run one after the other on one worker, the longest first: what
+# starts last ends last. Everywhere else a file is a group, so that its module's fixtures are made
+# once.
 _GROUPS = {
+    # The demo's run serves the hang example too.
+    "tests/workflow/test_demo.py": "demo",
+    "tests/workflow/test_hang_example.py": "demo",
     # These end daemons and lose nodes of their cluster.
     "executor/tests/faults": "faults on Slurm",
-    # One cluster for both, which mostly waits.
-    "executor/tests/slurm": "on Slurm",
+    # One cluster a folder, which mostly waits.
     "tests/slurm": "on Slurm",
-    # Snakemake runs in the repository's root; the demo's run serves the hang example too.
-    "tests/workflow": "workflow",
+    "executor/tests/slurm": "executor on Slurm",
 }
 
 
@@ -78,4 +80,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _group_of(nodeid: str) -> str:
     path = nodeid.partition("::")[0]
-    return _GROUPS.get(path.rpartition("/")[0], path)
+    return _GROUPS.get(path) or _GROUPS.get(path.rpartition("/")[0], path)
