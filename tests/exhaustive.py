@@ -1,4 +1,4 @@
-"""Tests that `make test` leaves out beside those marked in their files: the rows of exhaustive.txt."""
+"""Tests that `make test` leaves out beside those marked in their files: rows of exhaustive.txt."""
 
 from pathlib import Path
 
