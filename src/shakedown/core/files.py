@@ -59,9 +59,19 @@ def write_text(path: Path, text: str) -> None:
         stream.write(text)
 
 
-def write_json(path: Path, body: Mapping[str, Any] | list[Any]) -> None:
-    """Write JSON atomically; NaN and infinities are refused, as JSON has neither."""
-    write_text(path, json.dumps(body, indent=2, allow_nan=False, default=_plain) + "\n")
+def write_json(
+    path: Path, body: Mapping[str, Any] | list[Any], *, times: tuple[int, int] | None = None
+) -> None:
+    """Write JSON atomically; NaN and infinities are refused, as JSON has neither.
+
+    Args:
+        times: of the last read and change in ns, which the file has from its first moment.
+    """
+    with atomic_open(path) as stream:
+        stream.write(json.dumps(body, indent=2, allow_nan=False, default=_plain) + "\n")
+        stream.flush()
+        if times is not None:
+            os.utime(stream.fileno(), ns=times)
 
 
 def read_object(

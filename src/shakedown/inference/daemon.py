@@ -111,8 +111,8 @@ def _end(folder: ServerPaths, state: ServerState) -> None:
         # Its time stays: what was made with the endpoint is not out of date.
         before = folder.endpoint.stat()
         endpoint = replace(read_endpoint(folder.root), ended=state.obituary)
-        write_json(folder.endpoint, endpoint.to_json())
-        os.utime(folder.endpoint, ns=(before.st_atime_ns, before.st_mtime_ns))
+        times = before.st_atime_ns, before.st_mtime_ns
+        write_json(folder.endpoint, endpoint.to_json(), times=times)
     # Last: whoever sees this goes on to start another one, and writes the endpoint anew.
     state.write(folder.state)
 
