@@ -13,10 +13,11 @@ from shakedown.core.errors import UsageError
 from shakedown.core.verdict import Status
 from shakedown.diagnosis.analyze.model import CAUSES, State
 from shakedown.diagnosis.diagnose import diagnose_paths
-from shakedown.diagnosis.read import numbers, read_paths
+from shakedown.diagnosis.read import read_paths
+from shakedown.diagnosis.read.names import identity_of_name
 from shakedown.diagnosis.read.registry import read_one
-from shakedown.diagnosis.read.source import EvidenceFile, identity_of_name
-from shakedown.diagnosis.records import FlightRecord, Identity, JobExit, LogEvent, Stack
+from shakedown.diagnosis.read.source import EvidenceFile
+from shakedown.diagnosis.records import MAX_RANK, FlightRecord, Identity, JobExit, LogEvent, Stack
 from shakedown.monitor.heartbeat import encode
 from shakedown.progress.signs import Beat
 from shakedown.report.diagnosis_page import render
@@ -205,7 +206,7 @@ def check_records(records: list[Any]) -> None:
     for record in records:
         who = identities(record)
         if who is not None:
-            assert who.rank is None or 0 <= who.rank < numbers.MAX_RANK
+            assert who.rank is None or 0 <= who.rank < MAX_RANK
             assert who.pid is None or who.pid >= 0
         for leaf in leaves(record):
             if isinstance(leaf, str):

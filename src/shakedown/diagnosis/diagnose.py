@@ -22,9 +22,9 @@ from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.read import Evidence, read_paths
 from shakedown.diagnosis.read.budget import Budget
 from shakedown.diagnosis.read.evidence import exit_of
-from shakedown.diagnosis.read.newest import newest_of, with_newest_told
 from shakedown.diagnosis.read.registry import MAX_LISTED
 from shakedown.diagnosis.records import SourceRef
+from shakedown.diagnosis.runs import newest_of, with_newest_told
 
 STAGE = "hang"
 

@@ -11,7 +11,7 @@ from shakedown.diagnosis.analyze import analyze
 from shakedown.diagnosis.diagnose import diagnose_paths
 from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.read import read_paths
-from shakedown.diagnosis.read.unread import why_unread
+from shakedown.diagnosis.read.together import why_unread
 from shakedown.diagnosis.records import Unattachable
 from tests.hang_foreign import (
     LOADER,

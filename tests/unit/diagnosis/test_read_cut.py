@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from shakedown.diagnosis.read import logs
-from shakedown.diagnosis.read.source import EvidenceFile, identity_of_name
+from shakedown.diagnosis.read.names import identity_of_name
+from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.records import LogEvent
 
 FRAMES = (

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shakedown.diagnosis.read import headers, logs, pyspy_text, read_paths
-from shakedown.diagnosis.read.candidates import lines_with
-from shakedown.diagnosis.read.source import EvidenceFile, identity_of_name
+from shakedown.diagnosis.read import attribution, logs, pyspy_text, read_paths
+from shakedown.diagnosis.read.names import identity_of_name
+from shakedown.diagnosis.read.source import EvidenceFile, lines_with
 from shakedown.diagnosis.records import LogEnd, LogEvent, Record
 
 HEAD = "Traceback (most recent call last):"
@@ -92,9 +92,9 @@ def test_no_header_is_lost_by_the_glance_at_its_beginning(line: str) -> None:
         def match(self, _: str) -> bool:
             return True
 
-    with patch.object(headers, "_BEGINS", Always()):
-        expected = headers.header(line)
-    assert headers.header(line) == expected
+    with patch.object(attribution, "_HEAD_BEGINS", Always()):
+        expected = attribution.header(line)
+    assert attribution.header(line) == expected
 
 
 def test_bare_frames_below_a_header_need_no_word_of_py_spy() -> None:

@@ -12,15 +12,17 @@ from typing import Any, NamedTuple
 from shakedown.diagnosis.read import safe_pickle
 from shakedown.diagnosis.read.clock import moment_of
 from shakedown.diagnosis.read.coalesced import folded
-from shakedown.diagnosis.read.numbers import MAX_RANK, count_of, rank_of
 from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.records import (
+    MAX_RANK,
     FlightRecord,
     GroupStatus,
     Identity,
     Operation,
     Record,
     clean,
+    count_of,
+    rank_of,
 )
 from shakedown.stacks.frames import Frame
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from shakedown.diagnosis.read.headers import header
+from shakedown.diagnosis.read.attribution import header
 from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.records import Identity, Record
 

@@ -5,19 +5,16 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shakedown.diagnosis.read.candidates import lines_with
+from shakedown.diagnosis.read.attribution import of_log, starts_several, strip
 from shakedown.diagnosis.read.clock import span_of, stamp_of, timed
-from shakedown.diagnosis.read.cut_off import cut_tracebacks
-from shakedown.diagnosis.read.line_owners import IN_LINE, starts_several, strip
-from shakedown.diagnosis.read.local_ranks import LOCAL
 from shakedown.diagnosis.read.log_lines import PATTERNS, Row, groups_of
 from shakedown.diagnosis.read.notable import digest
-from shakedown.diagnosis.read.placements import ENGINE, node_of
-from shakedown.diagnosis.read.source import EvidenceFile
+from shakedown.diagnosis.read.placements import ENGINE
+from shakedown.diagnosis.read.source import EvidenceFile, lines_with
 from shakedown.diagnosis.read.step_times import step_lengths, step_lines
-from shakedown.diagnosis.read.traceback_lines import HEAD, frame_of
+from shakedown.diagnosis.read.together import LOCAL
+from shakedown.diagnosis.read.tracebacks import CHAINED, HEAD, Tracebacks, cut_tracebacks
 from shakedown.diagnosis.records import Identity, LogEnd, LogEvent, Record, clean
-from shakedown.stacks.frames import Frame
 
 _LOG_NAME = re.compile(
     r"\.(?:log|out|err|stdout|stderr)(?:\.\d+)?(?:\.gz)?$|(?:^|/)log[^/]*\.txt(?:\.gz)?$|^slurm-.*$"
@@ -26,9 +23,7 @@ _LOG_NAME = re.compile(
 
 # py-spy's heads of a process: words of its command line and its paths are no messages.
 _COMMAND = ("Process ", "Parent Process ")
-# The traceback after such a line is a follow-up of the one above it, which is the cause.
-_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
-_FOLLOWED = tuple(text.lower() for text in (HEAD, *_CHAINED))
+_FOLLOWED = tuple(text.lower() for text in (HEAD, *CHAINED))
 _ROOT = "Root Cause"
 # lines of torchrun's summary
 _SUMMARY = ("root cause", "failures:", "time      :", "(local_rank: ", "exitcode")
@@ -40,14 +35,7 @@ def parse(source: EvidenceFile) -> list[Record]:
     Of a long log only the lines are looked at that hold a telling word, and those after a
     traceback's head until it ends.
     """
-    named = source.who()
-    # A kernel's log is its node's, whatever number its name ends with.
-    if (node := node_of(source)) is not None:
-        named = Identity(host=node)
-    if source.identity.rank is None and _of_several(source):
-        named = replace(named, rank=None)
-    if named.role and not _ROLE_FILE.search(source.name.lower()) and "[rank" in source.text:
-        named = replace(named, role="")
+    named, kernel = of_log(source)
     lowered = source.text.lower()
     rows = [row for row in PATTERNS if any(word in lowered for word in row[1])]
     telling = _telling(lowered, rows)
@@ -57,7 +45,7 @@ def parse(source: EvidenceFile) -> list[Record]:
     rows_cut = [_within(event, local) for event, local in cut]
     found: list[Record] = [*timed(source.lines, rows_cut), *timed(source.lines, events)]
     if found or _LOG_NAME.search(source.name.lower()):
-        found += [_end(source, named, kernel=node is not None), *step_lengths(source)]
+        found += [_end(source, named, kernel=kernel), *step_lengths(source)]
     seen = digest(source, named)
     if seen is not None and (found or seen.notable):
         found.append(seen)
@@ -82,7 +70,7 @@ class _Reader:
     def __init__(self, source: EvidenceFile, named: Identity, rows: Sequence[Row]) -> None:
         self._source, self._named, self._rows = source, named, rows
         self._events = _Shelf()
-        self._open: dict[_Owner, _Tracebacks] = {}  # of whom every line counts
+        self._open: dict[_Owner, Tracebacks] = {}  # of whom every line counts
         self._launcher = _Launcher(source)
         self._nodes = starts_several(source)
 
@@ -115,7 +103,7 @@ class _Reader:
 
     def _line(self, number: int, raw: str) -> None:
         line, who, local = strip(raw, self._named, tasks=not self._nodes)
-        opens = HEAD in line or line.startswith(_CHAINED)
+        opens = HEAD in line or line.startswith(CHAINED)
         # SGLang says whose a traceback is at its head alone.
         bare = HEAD in line and who.role == ENGINE and who.pid is None
         owner = self._named if bare else who
@@ -132,7 +120,7 @@ class _Reader:
     ) -> bool:
         """Whether the line is inside a traceback. One that is over leaves no trace."""
         owner = whose.pid, whose.rank, local
-        tracebacks = self._open.pop(owner, None) or _Tracebacks(self._source)
+        tracebacks = self._open.pop(owner, None) or Tracebacks(self._source)
         ended = tracebacks.feed(number, line, who)
         if ended is not None:
             self._events.add(_within(ended, local))
@@ -173,31 +161,6 @@ class _Shelf:
     def ordered(self) -> list[LogEvent]:
         rows = [*self._first.values(), *self._last.values()]
         return sorted((e for row in rows for e in row), key=lambda e: e.place.line)
-
-
-# A launcher's or a server's lines: the log is of all ranks, whatever number its name ends with.
-_OF_SEVERAL = re.compile(
-    r"torch\.distributed\.run|torch/distributed/run\.py|elastic\.multiprocessing\.api|^srun: "
-    r"|^\((?:APIServer|EngineCore|Worker)\w{0,20} pid="
-    r"|^\[[\d-]{10} [\d:]{8}(?: [DP]P\d{1,4}){0,2} TP\d",
-    re.M,
-)
-_LABEL = re.compile(rf"^\[rank(\d{{1,6}})\]:|{IN_LINE.pattern}", re.M)
-
-
-def _of_several(source: EvidenceFile) -> bool:
-    """Whether the lines say of themselves that they are others' than the name's number tells."""
-    written = "[rank" in source.text or "Rank " in source.text
-    labels = {a or b for a, b in _LABEL.findall(source.text)} if written else set()
-    others = labels - {str(source.trailing)}
-    return bool(others) or _OF_SEVERAL.search(source.text) is not None
-
-
-# `inference.log`, `inference-0.log` is a role's own; `server_build.txt` only sounds like one, and
-# its lines with a rank are the ranks'.
-_ROLE_FILE = re.compile(
-    r"(?:^|/)(?:rollout[-_])?(?:inference|orchestrator|vllm|sglang|server|engine)[-_.\d]*(?:log|out|err)"
-)
 
 
 def _line_events(
@@ -281,76 +244,3 @@ class _Launcher:
         times = [t for t in (*(time for _, time in self._others), self._time) if t is not None]
         near = not times or max(times) - min(times) <= self.ALIKE_SECONDS
         return bool(self._others) and near and all(code == other for other, _ in self._others)
-
-
-_DIGIT = re.compile(r"\d")
-
-
-def _shape(prefix: str) -> str:
-    """`ERROR 09-10 20:06:15 [core.py:10] ` without its numbers."""
-    return _DIGIT.sub("0", prefix)
-
-
-class _Tracebacks:
-    """Follows one traceback at a time through interleaved log lines."""
-
-    def __init__(self, source: EvidenceFile) -> None:
-        self._source = source
-        self._frames: list[Frame] = []
-        self._line = 0
-        self._who = Identity()
-        self._chained = False
-        self._prefix = ""  # what a logger writes before every line
-        self._raised = ""
-        self.inside = False
-
-    @property
-    def open(self) -> bool:
-        """Whether the next line counts, whatever it says."""
-        return self.inside or self._chained
-
-    def feed(self, number: int, line: str, who: Identity) -> LogEvent | None:
-        """The traceback that this line ends, if any."""
-        if self._prefix and _shape(line[: len(self._prefix)]) == _shape(self._prefix):
-            line = line[len(self._prefix) :]
-        if HEAD in line:
-            self._prefix += line[: line.index(HEAD)]
-            line = line[line.index(HEAD) :]
-            # Another head before the error's line: the rest of the traceback before was lost.
-            ended = self._event("", "") if self.inside else None
-            self.inside, self._frames, self._line, self._who = True, [], number, who
-            return ended
-        if line.startswith(_CHAINED):
-            self._chained = True
-            return None
-        if not self.inside:
-            if line.strip() and not line.startswith(" "):
-                self._chained = False
-            return None
-        if frame := frame_of(line):
-            self._frames.append(frame)
-            return None
-        if line.startswith((" ", "\t")) or not line.strip():
-            return None
-        return self._told(line)
-
-    def _told(self, line: str) -> LogEvent | None:
-        """The error's line; torch.compile's has the one that it was raised for in the next line."""
-        if line.rstrip().endswith(" raised:") and not self._raised:
-            self._raised = line.rstrip()
-            return None
-        name, _, message = f"{self._raised} {line}".lstrip().partition(":")
-        self._raised = ""
-        return self._event(name.strip(), message.strip())
-
-    def finish(self) -> LogEvent | None:
-        """A traceback cut off by the end of the file."""
-        return self._event("", "") if self.inside else None
-
-    def _event(self, exception: str, message: str) -> LogEvent:
-        self.inside = False
-        text = clean(f"{exception}: {message}" if message else exception or "cut off")
-        detail = {"exception": clean(exception, 100), "chained": self._chained}
-        self._chained = False
-        place = self._source.place(self._line, text)
-        return LogEvent("traceback", self._who, text, place, tuple(self._frames), detail)

@@ -9,8 +9,32 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from shakedown.diagnosis.read.source import identity_of_name
 from shakedown.diagnosis.records import Identity
+
+_ROLES = {
+    "trainer": "trainer",
+    "orchestrator": "orchestrator",
+    "rollout": "orchestrator",
+    "controller": "orchestrator",
+    "inference": "inference",
+    "vllm": "inference",
+    "sglang": "inference",
+    "engine": "inference",
+    "server": "inference",
+}
+_ROLE = re.compile(rf"(?:^|[^a-z])({'|'.join(_ROLES)})(?:[^a-z]|$)")
+# What stands before a word must be no letter (`frank3` is no rank), and a number of more digits is
+# not cut to its first ones. Names are lower case here.
+_RANK = re.compile(r"(?:^|[^a-z])rank[-_ =]?(\d{1,6})(?!\d)")
+_PID = re.compile(r"(?:^|[^a-z])pid[-_ =]?(\d{1,8})(?!\d)")
+# `host-dmesg.txt` says what it holds, not of which host.
+_HOST_WORD = re.compile(
+    r"(?:^|[^a-z])(?:host|node)[-_=](?!(?:dmesg|kernel|kern|syslog|messages|journal|logs?)(?![a-z0-9]))"
+    r"([a-z0-9][a-z0-9-]*)"
+)
+_SAMPLE = re.compile(r"(?:^|[^a-z])(?:round|sample)[-_]?(\d{1,3})(?!\d)")
+# `_dump_9`, `stacks_r10.log`, `trace_2.json`: at most one letter sticks to the number.
+_TRAILING = re.compile(r"(?:^|[^0-9a-z]|[a-z](?=\d))(\d{1,8})(?:\.[a-z]+)*$")
 
 Named = tuple[Identity, int | None]  # identity, and the bare number that may be a rank
 
@@ -184,3 +208,25 @@ def _numbers(found: dict[str, Named]) -> None:
 def template(name: str) -> str:
     """A name with its numbers left out: what files of one series share."""
     return _DIGITS.sub("#", name)
+
+
+def identity_of_name(name: str) -> tuple[Identity, int | None]:
+    """What a path says: rank, pid, host, role, and the bare number it ends with."""
+    leaf = name.rsplit("/", 1)[-1].lower().removesuffix(".gz")
+    rank, pid = _RANK.search(leaf), _PID.search(leaf)
+    host, role = _HOST_WORD.search(leaf), _ROLE.search(leaf)
+    trailing = _TRAILING.search(leaf)
+    identity = Identity(
+        rank=int(rank[1]) if rank else None,
+        pid=int(pid[1]) if pid else None,
+        host=host[1] if host else "",
+        role=_ROLES[role[1]] if role else "",
+    )
+    number = int(trailing[1]) if trailing and not (rank or pid) else None
+    return identity, number
+
+
+def sample_of_name(name: str) -> int:
+    """`round2/...` is sample 2; a name without a round is sample 0."""
+    found = [int(match[1]) for match in _SAMPLE.finditer(name.lower())]
+    return found[-1] if found else 0

@@ -8,11 +8,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from shakedown.diagnosis.read.candidates import lines_with
+from shakedown.diagnosis.read.attribution import NCCL_LINE, starts_several, strip, writer_of
 from shakedown.diagnosis.read.clock import stamp_of
-from shakedown.diagnosis.read.line_owners import NCCL_LINE, starts_several, strip, writer_of
-from shakedown.diagnosis.read.source import EvidenceFile
-from shakedown.diagnosis.read.traceback_lines import HEAD, frame_of
+from shakedown.diagnosis.read.source import EvidenceFile, lines_with
+from shakedown.diagnosis.read.tracebacks import HEAD, frame_of
 from shakedown.diagnosis.records import Identity, LogDigest, NotableLine, WriterEnd, clean
 
 MAX_SHAPES = 24  # of a log's lines that stand out, the weightiest

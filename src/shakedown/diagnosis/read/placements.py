@@ -3,9 +3,8 @@
 import re
 from collections.abc import Iterator, Mapping
 
-from shakedown.diagnosis.read.numbers import pid_of, rank_of
 from shakedown.diagnosis.read.source import EvidenceFile
-from shakedown.diagnosis.records import Identity, Record, TargetName, clean
+from shakedown.diagnosis.records import Identity, Record, TargetName, clean, pid_of, rank_of
 
 # `n1:51019:52019 [3] NCCL INFO ncclCommInitRank comm 0x.. rank 19 nranks 32 ... busId 5d000`
 _NCCL = re.compile(
@@ -31,11 +30,6 @@ _NODES = re.compile(r"--nnodes[= ](\S{1,12})")
 _MAPPING = re.compile(r"global_rank_mapping=.{0,60}\{(.{0,20000}?)\}\)")
 _OF_NODE = re.compile(r"'([\w.-]{1,80})': \[([\d, ]{1,4000})\]")
 _WORLD = re.compile(r"\b(?:dist_)?world[_ ]size\W{1,4}(\d{1,5})\b", re.I)
-# Lines that only the kernel writes.
-_KERNEL = re.compile(
-    r"NVRM: |oom-killer|oom-kill:|[Oo]ut of memory: Killed process"
-    r"|INFO: task \S{1,40} blocked for more than"
-)
 
 
 def parse(source: EvidenceFile) -> list[Record]:
@@ -110,31 +104,3 @@ def _of_vllm(source: EvidenceFile) -> Iterator[TargetName]:
         if rank is not None and process is not None:
             who = Identity(rank, process, "", ENGINE)
             yield TargetName(who, "", source.place(), int(world))
-
-
-# `May 16 02:14:37 n1 kernel: NVRM: ...`, as syslog and journalctl write it, or the shell in which
-# somebody asked: `[root@n1 ~]# dmesg -T`
-_LOGGED_BY = re.compile(
-    r"^[A-Z][a-z]{2} [ \d]\d [\d:]{8} (\S{1,80}) kernel: "
-    r"|^\[?(?:[\w.-]{1,40}@)?([A-Za-z][\w.-]{1,79})[ :][^\n#$]{0,80}[#$] [^\n]{0,40}\bdmesg\b",
-    re.M,
-)
-
-
-# `gpu-011_dmesg.txt`, `ps_gpu-011.txt`: what a file is, beside whose.
-_WORDS = r"(?:dmesg|kern(?:el)?|messages|syslog|journal(?:ctl)?|ps|top|(?:nvidia[-_]?)?smi|logs?)"
-_KIND = re.compile(rf"^{_WORDS}(?:[-_]|$)|[-_]{_WORDS}$")
-
-
-def node_of(source: EvidenceFile) -> str | None:
-    """The node of a kernel's log, by its lines, its file or its folder; None for any other log."""
-    if not _KERNEL.search(source.text):
-        return None
-    if source.identity.host:
-        return source.identity.host
-    if len(hosts := {a or b for a, b in _LOGGED_BY.findall(source.text)}) == 1:
-        return clean(hosts.pop(), 80)
-    *folders, leaf = source.name.split("/")
-    stem = _KIND.sub("", leaf.split(".", 1)[0])
-    named = re.search(r"\d", stem) and re.search(r"[a-z]", stem, re.I)
-    return stem if named else (folders[-1] if len(folders) > 1 else "")

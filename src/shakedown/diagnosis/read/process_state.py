@@ -2,7 +2,7 @@
 
 import re
 
-from shakedown.diagnosis.read.headers import header
+from shakedown.diagnosis.read.attribution import header
 from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.records import Identity, ProcessState, Record, clean
 

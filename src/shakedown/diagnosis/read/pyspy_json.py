@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from shakedown.diagnosis.read.numbers import count_of, pid_of
 from shakedown.diagnosis.read.source import EvidenceFile
-from shakedown.diagnosis.records import Identity, Record, Stack, Thread, clean
+from shakedown.diagnosis.records import Identity, Record, Stack, Thread, clean, count_of, pid_of
 from shakedown.stacks.frames import Frame
 
 MAX_THREADS = 20_000  # of one file

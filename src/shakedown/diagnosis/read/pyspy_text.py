@@ -4,10 +4,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shakedown.diagnosis.read.headers import has_header, header
-from shakedown.diagnosis.read.numbers import pid_of
+from shakedown.diagnosis.read.attribution import has_header, header
 from shakedown.diagnosis.read.source import EvidenceFile
-from shakedown.diagnosis.records import Identity, Record, Stack, Thread, Unattachable, clean
+from shakedown.diagnosis.records import Identity, Record, Stack, Thread, Unattachable, clean, pid_of
 from shakedown.stacks.frames import Frame
 
 _PROCESS = re.compile(r"^Process (\d{1,8}): ?(.*)$")

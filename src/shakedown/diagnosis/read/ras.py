@@ -4,9 +4,18 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shakedown.diagnosis.read.numbers import count_of, pid_of, rank_of
 from shakedown.diagnosis.read.source import EvidenceFile
-from shakedown.diagnosis.records import Identity, LogEnd, RasRank, Record, SourceRef, clean
+from shakedown.diagnosis.records import (
+    Identity,
+    LogEnd,
+    RasRank,
+    Record,
+    SourceRef,
+    clean,
+    count_of,
+    pid_of,
+    rank_of,
+)
 
 # The wording is that of NCCL's src/ras/client_support.cc (2.24 to 2.29).
 # `#0-0 (cf264af53edbe986) INCOMPLETE`: group of communicators, communicator, hash, fault.

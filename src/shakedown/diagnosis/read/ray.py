@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shakedown.core.files import json_as
-from shakedown.diagnosis.read.numbers import pid_of, rank_of
 from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.records import (
     Identity,
@@ -15,6 +14,8 @@ from shakedown.diagnosis.records import (
     Record,
     SourceRef,
     clean,
+    pid_of,
+    rank_of,
 )
 from shakedown.monitor.collect.ray import ACTOR, SCHEMA
 

@@ -12,13 +12,10 @@ from shakedown.diagnosis.read import (
     evidence,
     faulthandler_text,
     flight_recorder,
-    gpus,
     json_parts,
-    local_ranks,
     logs,
     names,
     placements,
-    prefixed,
     process_state,
     pyspy_json,
     pyspy_text,
@@ -27,10 +24,9 @@ from shakedown.diagnosis.read import (
     ray,
     slurm,
 )
+from shakedown.diagnosis.read.attribution import split, starts_several
 from shakedown.diagnosis.read.budget import Budget, OutOfTime
 from shakedown.diagnosis.read.fence import Fence
-from shakedown.diagnosis.read.line_owners import starts_several
-from shakedown.diagnosis.read.moments import order_moments
 from shakedown.diagnosis.read.source import (
     MAX_FILES,
     EvidenceFile,
@@ -38,7 +34,14 @@ from shakedown.diagnosis.read.source import (
     find_files,
     read_source,
 )
-from shakedown.diagnosis.read.unread import of_members, rank_of_unread, why_unread
+from shakedown.diagnosis.read.together import (
+    counts_locally,
+    of_members,
+    order_moments,
+    rank_of_unread,
+    why_unread,
+    with_ranks,
+)
 from shakedown.diagnosis.records import Identity, Record, Unattachable, clean
 
 
@@ -68,7 +71,7 @@ JsonParser = Callable[[EvidenceFile, Any], list[Record] | None]
 JSON_FORMATS: dict[str, JsonParser] = {
     "py-spy json": pyspy_json.parse,
     "flight recorder json": flight_recorder.parse_json,
-    "gpus": gpus.parse_json,
+    "gpus": evidence.parse_gpus,
     "ray": ray.parse,
     "shakedown evidence": evidence.parse_json,
     "nccl ras json": ras.parse_json,
@@ -136,7 +139,7 @@ class _Reading:
                 self._take(found, *named[found.name])
         # After all files, as other ranks' dumps tell which ranks there are.
         self._records += of_members(self._unread, self._records)
-        rows = local_ranks.resolve(self._records, self._local, launched=self._launched)
+        rows = with_ranks(self._records, self._local, launched=self._launched)
         records = order_moments(rows)
         return Evidence(records, self._formats, self._skipped, self._notes(len(files)))
 
@@ -178,7 +181,7 @@ class _Reading:
                 if not rows:
                     return why_unread(source.data)
                 if "log" in rows:
-                    self._local += [found.name] if local_ranks.counts_locally(source) else []
+                    self._local += [found.name] if counts_locally(source) else []
                     self._launched |= starts_several(source)
                 return rows
         except OSError as error:
@@ -221,7 +224,7 @@ def read_one(source: EvidenceFile) -> dict[str, list[Record]]:
         # of a log.
         if found:
             return found
-    parts = prefixed.split(source)
+    parts = split(source)
     rows: dict[str, list[Record]] = json_parts.parse(source, _judge_json)
     for label, parse in TEXT_FORMATS.items():
         for part in parts if parts and label in _OF_PROCESSES else [source]:

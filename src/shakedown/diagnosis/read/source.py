@@ -1,17 +1,16 @@
 """Finding and reading input files: bounded, regular files only, nothing is written."""
 
 import os
-import re
 import stat
+import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from shakedown.diagnosis.read import compressed
 from shakedown.diagnosis.read.fence import Fence
 from shakedown.diagnosis.records import Identity, SourceRef, clean
 
@@ -23,31 +22,6 @@ MAX_LINE = 4000  # bounds every line-wise regular expression
 MAX_FILES = 200_000
 _PACKER_HEAD = 512  # a tar's first block
 MAX_ENTRIES = 2 * MAX_FILES  # of all folders, folders themselves included
-
-_ROLES = {
-    "trainer": "trainer",
-    "orchestrator": "orchestrator",
-    "rollout": "orchestrator",
-    "controller": "orchestrator",
-    "inference": "inference",
-    "vllm": "inference",
-    "sglang": "inference",
-    "engine": "inference",
-    "server": "inference",
-}
-_ROLE = re.compile(rf"(?:^|[^a-z])({'|'.join(_ROLES)})(?:[^a-z]|$)")
-# What stands before a word must be no letter (`frank3` is no rank), and a number of more digits is
-# not cut to its first ones. Names are lower case here.
-_RANK = re.compile(r"(?:^|[^a-z])rank[-_ =]?(\d{1,6})(?!\d)")
-_PID = re.compile(r"(?:^|[^a-z])pid[-_ =]?(\d{1,8})(?!\d)")
-# `host-dmesg.txt` says what it holds, not of which host.
-_HOST = re.compile(
-    r"(?:^|[^a-z])(?:host|node)[-_=](?!(?:dmesg|kernel|kern|syslog|messages|journal|logs?)(?![a-z0-9]))"
-    r"([a-z0-9][a-z0-9-]*)"
-)
-_ROUND = re.compile(r"(?:^|[^a-z])(?:round|sample)[-_]?(\d{1,3})(?!\d)")
-# `_dump_9`, `stacks_r10.log`, `trace_2.json`: at most one letter sticks to the number.
-_TRAILING = re.compile(r"(?:^|[^0-9a-z]|[a-z](?=\d))(\d{1,8})(?:\.[a-z]+)*$")
 
 
 @dataclass(frozen=True)
@@ -101,28 +75,6 @@ class EvidenceFile:
         if rank is None and named.pid is None and self.trailing not in (None, pid):
             rank = self.trailing
         return Identity(rank, pid if pid is not None else named.pid, named.host, named.role)
-
-
-def identity_of_name(name: str) -> tuple[Identity, int | None]:
-    """What a path says: rank, pid, host, role, and the bare number it ends with."""
-    leaf = name.rsplit("/", 1)[-1].lower().removesuffix(".gz")
-    rank, pid = _RANK.search(leaf), _PID.search(leaf)
-    host, role = _HOST.search(leaf), _ROLE.search(leaf)
-    trailing = _TRAILING.search(leaf)
-    identity = Identity(
-        rank=int(rank[1]) if rank else None,
-        pid=int(pid[1]) if pid else None,
-        host=host[1] if host else "",
-        role=_ROLES[role[1]] if role else "",
-    )
-    number = int(trailing[1]) if trailing and not (rank or pid) else None
-    return identity, number
-
-
-def sample_of_name(name: str) -> int:
-    """`round2/...` is sample 2; a name without a round is sample 0."""
-    found = [int(match[1]) for match in _ROUND.finditer(name.lower())]
-    return found[-1] if found else 0
 
 
 class Found(NamedTuple):
@@ -214,9 +166,7 @@ def read_source(path: Path, name: str, fence: Fence) -> EvidenceFile:
     with _open(path) as stream:
         fence.check(stream.fileno(), path)
         data, truncated, taken = _content(stream, os.fstat(stream.fileno()).st_size)
-    identity, trailing = identity_of_name(name)
-    sample = sample_of_name(name)
-    return EvidenceFile(path, name, data, truncated, sample, identity, trailing, taken)
+    return EvidenceFile(path, name, data, truncated, taken=taken)
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -241,11 +191,11 @@ def _content(stream: IO[bytes], size: int) -> tuple[bytes, int, int]:
     # have size 0.
     first = min(LOG_HEAD, size + 1) if size else LOG_HEAD  # a read allocates what it asks for
     head = stream.read(first) or b""  # None: a kernel file without anything to read now
-    if packer := compressed.packed_with(head):
+    if packer := packed_with(head):
         raise ValueError(f"{packer}: unpack it first")
-    if head.startswith(compressed.MAGIC):
-        data, left_out = _bounded(compressed.expand(head, stream))
-        if packer := compressed.packed_with(data[:_PACKER_HEAD]):  # .tar.gz, .tgz
+    if head.startswith(MAGIC):
+        data, left_out = _bounded(expand(head, stream))
+        if packer := packed_with(data[:_PACKER_HEAD]):  # .tar.gz, .tgz
             raise ValueError(f"{packer}, packed by gz: unpack it first")
         return data, left_out, len(data) + left_out
     if len(head) < first:
@@ -291,3 +241,87 @@ def _limit(head: bytes | bytearray) -> int:
     if head[:1] == b"\x80":
         return MAX_PICKLE
     return MAX_JSON if head[:64].lstrip()[:1] in (b"{", b"[") else 0
+
+
+# ---------------------------------------------------------------- gz
+
+MAGIC = b"\x1f\x8b"
+MAX_EXPANDED = 256 * 2**20  # bytes taken from one file: below a second of work
+MAX_MEMBERS = 10_000  # an empty member is 20 bytes and costs as much as a full one
+_CHUNK = 2**16
+
+# What others pack evidence with; unpacking archives is left to their own tools.
+_PACKED = {
+    b"PK\x03\x04": "a zip archive",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\x00": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+}
+
+
+def packed_with(head: bytes) -> str:
+    """The packer of a file that begins with `head`; empty when it is none that we know."""
+    named = (name for magic, name in _PACKED.items() if head.startswith(magic))
+    return "a tar archive" if head[257:262] == b"ustar" else next(named, "")
+
+
+def expand(head: bytes, stream: IO[bytes]) -> Iterator[bytes]:
+    """The content of a gz file in pieces of at most 64 KiB; `head` was read from it before.
+
+    What comes before a damaged or missing end is given. It stops after `MAX_EXPANDED` bytes.
+
+    Raises:
+        ValueError: damaged before the first byte of content.
+    """
+    pending, given, members = head, 0, 1
+    # wbits 31: a gzip header, and the largest window (zlib's manual: 16 + 15).
+    engine = zlib.decompressobj(wbits=31)
+    while given < MAX_EXPANDED:
+        pending = pending or stream.read(_CHUNK) or b""
+        if not pending:
+            return
+        try:
+            # The second _CHUNK bounds the output: 64 KiB of gz can hold 64 MiB of zeros.
+            piece = engine.decompress(pending[:_CHUNK], _CHUNK)
+        except zlib.error as error:
+            if given:
+                return
+            raise ValueError(f"damaged gz: {error}") from error
+        # Behind the end of a member stands the next one: logs are appended to as gz, too.
+        left = engine.unused_data if engine.eof else engine.unconsumed_tail
+        pending = left + pending[_CHUNK:]
+        given += len(piece)
+        if piece:
+            yield piece
+        if engine.eof:
+            pending = pending.lstrip(b"\0")  # tapes and block devices pad
+            members += 1
+            if members > MAX_MEMBERS:
+                return
+            engine = zlib.decompressobj(wbits=31)
+
+
+# ---------------------------------------------------------------- lines
+
+
+def lines_with(lowered: str, words: Iterable[str]) -> Sequence[int]:
+    """Numbers, from 1 and ascending, of the lines of a lower-case text that hold one of `words`.
+
+    Lowering can change the length of a line, never the number of lines.
+    """
+    numbers, number, at = list[int](), 1, 0
+    for end in sorted(set(_ends(lowered, words))):
+        number += lowered.count("\n", at, end)
+        numbers.append(number)
+        at = end
+    return numbers
+
+
+def _ends(lowered: str, words: Iterable[str]) -> Iterator[int]:
+    """Where each line with a word ends: a line with a word twice is found once."""
+    for word in words:
+        at = lowered.find(word)
+        while at >= 0:
+            end = lowered.find("\n", at)
+            yield end if end >= 0 else len(lowered)
+            at = lowered.find(word, end) if end >= 0 else -1

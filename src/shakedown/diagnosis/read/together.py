@@ -1,10 +1,13 @@
-"""torchrun's `[default3]:` counts within a node: which rank it is, the files together tell."""
+"""What all files together tell: ranks of local ranks, the order of samples, damaged dumps."""
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from shakedown.diagnosis.read.names import ELASTIC
+from shakedown.core.ranges import natural
+from shakedown.diagnosis.read.names import ELASTIC, template
 from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.records import (
     FlightRecord,
@@ -12,7 +15,9 @@ from shakedown.diagnosis.records import (
     LogEnd,
     LogEvent,
     Record,
+    SourceRef,
     Stack,
+    Unattachable,
 )
 
 LOCAL = "local"  # key of an event's detail: the rank within its node
@@ -37,7 +42,7 @@ def of_several_nodes(source: EvidenceFile) -> bool:
     return _NODES.search(source.text) is not None
 
 
-def resolve(
+def with_ranks(
     records: Sequence[Record], files: Iterable[str], *, launched: bool = False
 ) -> list[Record]:
     """Events with a local rank alone get their rank where it is certain.
@@ -119,3 +124,80 @@ def _resolved(record: Record, offsets: Mapping[str, int], *, alone: bool) -> Rec
         return record
     rank = record.detail[LOCAL] + offsets.get(path, 0)
     return replace(record, who=Identity(rank, who.pid, who.host, who.role))
+
+
+_Series = tuple[str, int, str, str]  # host, process, tool, name without its numbers
+
+
+def order_moments(records: Sequence[Record]) -> list[Record]:
+    """The records with a sample number on every stack of a series of two files or more.
+
+    Only a process id proves that two files speak of one process; names that differ in more than
+    numbers may be two views of one moment (with and without native frames).
+    """
+    series: dict[_Series, set[str]] = defaultdict(set)
+    for record in records:
+        if (key := _series(record)) is not None:
+            series[key].add(record.place.path)
+    numbers = {
+        key: {path: n for n, path in enumerate(sorted(paths, key=natural), start=1)}
+        for key, paths in series.items()
+        if len(paths) > 1
+    }
+    return [
+        replace(record, sample=numbers[key][record.place.path])
+        if isinstance(record, Stack) and (key := _series(record)) in numbers and key
+        else record
+        for record in records
+    ]
+
+
+def _series(record: Record) -> _Series | None:
+    if not isinstance(record, Stack) or record.sample or record.who.pid is None:
+        return None
+    return record.who.host, record.who.pid, record.tool, template(record.place.path)
+
+
+_SAYS_NOTHING = ("empty", "unknown format")  # a collector may have made the file
+_HEAD = 4096
+_KEYS = (b'"entries"', b'"pg_config"', b'"pg_status"', b'"nccl_comm_state"')
+
+
+def why_unread(data: bytes) -> str:
+    """The reason to skip a file that no format could read."""
+    head = data[:_HEAD]
+    # Told by its keys, as JSON that is cut off cannot be parsed.
+    if head.lstrip()[:1] == b"{" and any(key in head for key in _KEYS):
+        return "a damaged Flight Recorder dump"
+    return _SAYS_NOTHING[bool(data)]
+
+
+def rank_of_unread(
+    name: str, identity: Identity, trailing: int | None, reason: str
+) -> list[Unattachable]:
+    """What a damaged dump tells: a rank that began to write one left no gap in the evidence.
+
+    Without it the rank would pass for one that never wrote, which is a sign of guilt.
+    """
+    who = EvidenceFile(Path(name), name, b"", identity=identity, trailing=trailing).who()
+    # An empty file may have been made by the collector, so it does not show that the rank wrote.
+    if reason in _SAYS_NOTHING or who.rank is None or who.role:
+        return []
+    return [Unattachable(who, "other", SourceRef(name))]
+
+
+def of_members(unread: Sequence[Unattachable], records: Iterable[Record]) -> list[Unattachable]:
+    """Those of ranks that the dumps which could be read list as members.
+
+    Any other file whose name ends with a number, a batch or a checkpoint, is no rank's dump.
+    """
+    if not unread:
+        return []
+    lists = {  # by identity: all ranks share the list of all ranks
+        id(status.members): status.members
+        for record in records
+        if isinstance(record, FlightRecord)
+        for status in record.groups.values()
+    }
+    members = set().union(*lists.values())
+    return [row for row in unread if row.who.rank in members]
