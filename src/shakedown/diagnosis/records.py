@@ -75,9 +75,14 @@ class Identity:
     role: str = ""
 
     def completed_by(self, other: "Identity") -> "Identity":
-        """What this one does not know is taken from `other`."""
+        """What this one does not know is taken from `other`; where it knows the rank, nothing is.
+
+        This one is what the content says, `other` the name of a file, which misleads.
+        """
+        if self.rank is not None:
+            return self
         return Identity(
-            self.rank if self.rank is not None else other.rank,
+            other.rank,
             self.pid if self.pid is not None else other.pid,
             self.host or other.host,
             self.role or other.role,

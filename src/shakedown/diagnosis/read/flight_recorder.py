@@ -56,10 +56,7 @@ def parse_json(source: EvidenceFile, body: Any) -> list[Record] | None:
     entries = [e for e in _list(body.get("entries")) if isinstance(e, dict)][-MAX_ENTRIES:]
     operations = _operations(entries)
     groups = _groups(body, entries, [op.group for op in operations])
-    who = source.who()
-    rank = rank_of(body.get("rank"))
-    if rank is not None and who.rank is None:
-        who = Identity(rank, who.pid, who.host, who.role)
+    who = Identity(rank_of(body.get("rank"))).completed_by(source.who())
     at = moment_of(count_of(entries[-1].get("time_created_ns"), 0) / 1e9) if entries else None
     return [FlightRecord(who, groups, folded(operations), source.place(), source.sample, at)]
 

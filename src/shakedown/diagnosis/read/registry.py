@@ -176,7 +176,8 @@ class _Reading:
             with self._budget.alarm():
                 source = read_source(found.path, found.name, self._fence)
                 self._budget.take(source.taken)
-                source = replace(source, identity=identity, trailing=trailing)
+                sample = names.sample_of_name(found.name)
+                source = replace(source, identity=identity, trailing=trailing, sample=sample)
                 rows = read_one(source)
                 if not rows:
                     return why_unread(source.data)
