@@ -1,14 +1,19 @@
-"""Ray's workers as components: ranks of the job where one class has them, else roles."""
+"""Ray's workers and an engine's processes: ranks where one class has them, else roles."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from shakedown.diagnosis.read.attribution import Title, title_of
+from shakedown.diagnosis.read.placements import ENGINE
 from shakedown.diagnosis.records import (
     BeatRecord,
+    FlightRecord,
+    Identity,
     LogEvent,
     ProcessState,
     Record,
+    Stack,
     TargetName,
     Unattachable,
 )
@@ -105,3 +110,47 @@ def _spoken_of(record: Record, rank: int) -> Record:
     if isinstance(record, LogEvent) and record.kind == "exit":
         return replace(record, detail={**record.detail, "actor": rank})
     return record
+
+
+def place_titled(records: Sequence[Record]) -> Sequence[Record]:
+    """Stacks of an engine's workers as its ranks, by their titles, whatever the files are called.
+
+    Where a trainer is seen, too, the engine is one component: its own ranks count within it.
+    """
+    titles: dict[str, dict[tuple[str, int | None], Title]] = defaultdict(dict)
+    for record in records:
+        if isinstance(record, Stack) and (title := title_of(record.command)):
+            titles[title.name][record.who.host, record.who.pid] = title
+        elif isinstance(record, Stack | BeatRecord) or _of_other_rank(record):
+            return records
+    # Workers rather than the cores that feed them.
+    rows = max(titles.values(), key=len, default={})
+    axis = _axis_of(list(rows.values())) if len(rows) >= _SEVERAL else ""
+    if not axis:
+        return records
+
+    def named(record: Record) -> Record:
+        title = title_of(record.command) if isinstance(record, Stack) else None
+        if title is None or not isinstance(record, Stack):
+            return record
+        rank = title.numbers.get(axis) if title in rows.values() else None
+        return replace(record, who=Identity(rank, record.who.pid, record.who.host, ENGINE))
+
+    return [named(record) for record in records]
+
+
+_SEVERAL = 3  # of two that differ nobody is the odd one
+
+
+def _of_other_rank(record: Record) -> bool:
+    ranked = isinstance(record, FlightRecord | LogEvent) and record.who.rank is not None
+    return ranked and record.who.role != ENGINE
+
+
+def _axis_of(titles: Sequence[Title]) -> str:
+    """The axis whose numbers are different in each title; empty where none is."""
+    for axis in ("EP", "TP"):
+        numbers = [title.numbers.get(axis) for title in titles]
+        if None not in numbers and len(set(numbers)) == len(numbers):
+            return axis
+    return ""

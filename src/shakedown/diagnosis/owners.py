@@ -98,14 +98,14 @@ def _is_table(record: Record) -> bool:
 
 
 def _in_engine(record: Record) -> bool:
-    if not isinstance(record, LogEvent | TargetName):
+    if not isinstance(record, LogEvent | TargetName | Stack):
         return False
-    by_log = isinstance(record, LogEvent) or not record.name
+    by_log = not isinstance(record, TargetName) or not record.name
     return by_log and record.who.role == ENGINE and record.who.rank is not None
 
 
 def _as_rank(record: Record) -> Record:
-    if _in_engine(record) and isinstance(record, LogEvent | TargetName):
+    if _in_engine(record) and isinstance(record, LogEvent | TargetName | Stack):
         return replace(record, who=replace(record.who, role=""))
     return record
 

@@ -10,11 +10,12 @@ from pathlib import PurePath
 from typing import Any
 
 from shakedown.core.ranges import natural
-from shakedown.diagnosis.actors import place_actors
+from shakedown.diagnosis.actors import place_actors, place_titled
 from shakedown.diagnosis.facts import TRAINER, ComponentFacts, Facts
 from shakedown.diagnosis.groups import build_groups
 from shakedown.diagnosis.owners import Owners, find_owners, ranks_of_engine
 from shakedown.diagnosis.processes import is_helper, is_launcher
+from shakedown.diagnosis.read.attribution import of_command
 from shakedown.diagnosis.read.clock import since
 from shakedown.diagnosis.records import (
     BeatRecord,
@@ -37,19 +38,13 @@ from shakedown.diagnosis.records import (
 from shakedown.diagnosis.runs import of_newest_run
 from shakedown.diagnosis.watchdog import record_from_watchdog
 
-# `python train.py --local_rank=3`, as torch.distributed.launch passes it.
-_RANK_ARGUMENT = re.compile(r"--(?:local[-_]|node[-_]|global[-_])?rank[= ](\d{1,6})\b")
-_ROLE_COMMAND = (
-    (re.compile(r"vllm serve|sglang|vllm\.entrypoints|EngineCore"), "inference"),
-    (re.compile(r"orchestrator"), "orchestrator"),
-)
-
 
 def build_facts(records: Sequence[Record]) -> Facts:
     """Put every record where it belongs. Pure; the order of `records` does not matter."""
     facts = Facts()
     records, facts.left_out = of_newest_run(records)
     records, facts.actors = place_actors(records)
+    records = place_titled(records)
     records, facts.of_engine = ranks_of_engine(records)
     owners = find_owners(records)
     names = [record for record in records if isinstance(record, TargetName)]
@@ -111,12 +106,9 @@ def _place(facts: Facts, record: Any, owners: Owners, loose: list[Stack]) -> Non
         if known and _may_be(record, known):
             who = Identity(known.rank, who.pid, who.host or known.host, known.role)
     if who.rank is None and isinstance(record, Stack):
-        rank = _RANK_ARGUMENT.search(record.command)
-        role = next((r for p, r in _ROLE_COMMAND if p.search(record.command)), who.role)
-        if rank and record.parent_pid is None:
-            who = Identity(int(rank[1]), who.pid, who.host, role)
-        elif role:
-            who = Identity(None, who.pid, who.host, role)
+        told = of_command(record.command)
+        rank = told.rank if record.parent_pid is None else None
+        who = Identity(rank, who.pid, who.host, told.role or who.role)
     outer = owners.outer_pid(who)
     if outer is not None and getattr(record, "parent_pid", None) is None:
         _component(facts, who)  # its children name it by the inner id

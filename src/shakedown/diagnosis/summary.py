@@ -305,7 +305,9 @@ def _looks(facts: Facts) -> Iterator[tuple[str, Stack]]:
             for st in sorted(component.stacks, key=lambda st: st.sample)
         }
         for stack in newest.values():
-            own = component.role == TRAINER and not several
+            # Of an engine the title says more than the rank within it.
+            titled = facts.of_engine and "::" in stack.command
+            own = component.role == TRAINER and not several and not titled
             yield (component.name if own else title_of(stack) or component.name), stack
         for child in component.children:
             yield f"{component.name}'s child{_pid(child)}", child

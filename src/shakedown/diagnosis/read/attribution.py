@@ -1,8 +1,9 @@
 """Whose a line, a dump or a process is, by what the content says of itself."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from shakedown.diagnosis.read.placements import ENGINE
 from shakedown.diagnosis.read.source import EvidenceFile
@@ -215,6 +216,43 @@ _EACH_NODE = re.compile(
 def starts_several(source: EvidenceFile) -> bool:
     """Whether srun, if it is srun, starts one task a node of the job that wrote this log."""
     return _EACH_NODE.search(source.text) is not None
+
+
+# ---------------------------------------------------------------- processes
+
+# `sglang::scheduler_DP1_TP3_EP3`, `VLLM::EngineCore_DP1`, `VLLM::Worker_TP` (cut off by the kernel)
+_ENGINE_TITLE = re.compile(
+    r"^(?:sglang|SGLang|VLLM|vllm)::([A-Za-z]\w{0,60}?)((?:_[A-Z]{2}\d{0,4})*)(?: |$)"
+)
+_AXIS = re.compile(r"_([A-Z]{2})(\d{1,4})")
+# `python train.py --local_rank=3`, as torch.distributed.launch passes it.
+_RANK_ARGUMENT = re.compile(r"--(?:local[-_]|node[-_]|global[-_])?rank[= ](\d{1,6})\b")
+_ROLE_COMMAND = (
+    (re.compile(r"vllm serve|sglang|vllm\.entrypoints|EngineCore"), ENGINE),
+    (re.compile(r"orchestrator"), "orchestrator"),
+)
+
+
+class Title(NamedTuple):
+    """The name of an engine's process, and its numbers: {"DP": 1, "TP": 3}."""
+
+    name: str
+    numbers: Mapping[str, int]
+
+
+def title_of(command: str) -> Title | None:
+    """What an engine calls its process; None for any other one."""
+    match = _ENGINE_TITLE.match(command)
+    if match is None:
+        return None
+    return Title(match[1], {axis: int(n) for axis, n in _AXIS.findall(match[2])})
+
+
+def of_command(command: str) -> Identity:
+    """A rank and a role as a command line tells them."""
+    rank = _RANK_ARGUMENT.search(command)
+    role = next((role for pattern, role in _ROLE_COMMAND if pattern.search(command)), "")
+    return Identity(int(rank[1]) if rank else None, role=role)
 
 
 # ---------------------------------------------------------------- logs as a whole

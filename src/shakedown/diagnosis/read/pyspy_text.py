@@ -32,7 +32,8 @@ _SIGNS = re.compile(
     r"|Error: (?:Failed to|Permission [Dd]enied|No such|Couldn't|py-spy)|Permission Denied: Try"
 )
 _ERROR = re.compile(
-    r"^(?:Error: (?:Failed to|Permission [Dd]enied|No such|Couldn't|py-spy)|Permission Denied: Try)"
+    r"^(?:Error: (?:Failed to|Permission [Dd]enied|No such|Couldn't|py-spy)|Permission Denied: Try"
+    r"|Error: \d{3}$)"  # torch's debug server, of a rank that gave no answer
 )
 
 

@@ -15,13 +15,14 @@ from shakedown.diagnosis.read import (
     json_parts,
     logs,
     names,
+    native_text,
     placements,
     process_state,
     pyspy_json,
     pyspy_text,
-    pystack_text,
     ras,
     ray,
+    reports,
     slurm,
 )
 from shakedown.diagnosis.read.attribution import split, starts_several
@@ -80,16 +81,18 @@ JSON_FORMATS: dict[str, JsonParser] = {
 # Text may hold several formats at once (a log with a stack dump in it): all of them read it.
 TEXT_FORMATS: dict[str, Parser] = {
     "py-spy text": pyspy_text.parse,
-    "pystack text": pystack_text.parse,
+    "pystack text": native_text.parse_pystack,
+    "gdb": native_text.parse_gdb,
     "faulthandler": faulthandler_text.parse,
     "process state": process_state.parse,
     "nccl ras": ras.parse_text,
     "slurm": slurm.parse,
+    "reports": reports.parse,
     "placements": placements.parse,
     "log": logs.parse,
 }
 # Those that are read process by process where each line says whose it is.
-_OF_PROCESSES = ("py-spy text", "pystack text", "faulthandler")
+_OF_PROCESSES = ("py-spy text", "pystack text", "gdb", "faulthandler")
 
 MAX_LISTED = 1000  # findings of one kind; a note counts the rest
 
