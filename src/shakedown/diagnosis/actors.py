@@ -143,8 +143,9 @@ _SEVERAL = 3  # of two that differ nobody is the odd one
 
 
 def _of_other_rank(record: Record) -> bool:
-    ranked = isinstance(record, FlightRecord | LogEvent) and record.who.rank is not None
-    return ranked and record.who.role != ENGINE
+    if not isinstance(record, FlightRecord | LogEvent):
+        return False
+    return record.who.rank is not None and record.who.role != ENGINE
 
 
 def _axis_of(titles: Sequence[Title]) -> str:

@@ -194,7 +194,9 @@ def _place_children(facts: Facts, loose: list[Stack]) -> None:
     while found:
         left = []
         for stack in loose:
-            component = owner.get(-1 if stack.parent_pid is None else stack.parent_pid)
+            # By its own id: another look at a child, by a tool that knows no parents.
+            near = (stack.parent_pid, stack.who.pid)
+            component = next((owner[pid] for pid in near if pid is not None and pid in owner), None)
             if component is None:
                 left.append(stack)
                 continue
@@ -208,11 +210,13 @@ def _place_children(facts: Facts, loose: list[Stack]) -> None:
 def _place_by_process(facts: Facts, loose: list[Stack]) -> None:
     """Without any rank the order of process ids is the best guess: launchers start in order."""
     parents = {s.who.pid for s in loose}
+    children = {s.who.pid for s in loose if s.parent_pid in parents} - {None}
     commands = {s.command for s in loose if s.threads and s.command}
     roots = [
         s
         for s in loose
         if (s.parent_pid or -1) not in parents
+        and s.who.pid not in children
         and not is_launcher(s)
         and (s.threads or s.command in commands)  # a process that did not answer is one, too
     ]
@@ -239,6 +243,7 @@ def _place_by_process(facts: Facts, loose: list[Stack]) -> None:
     )
     facts.conflicts.append(_guessed([key for key, _ in ordered]))
     _place_children(facts, loose)
+    facts.unplaced = [s for s in loose if not is_launcher(s)]
 
 
 def _with_gaps(processes: Sequence[tuple[str, int]]) -> bool:
