@@ -115,7 +115,7 @@ def _spoken_of(record: Record, rank: int) -> Record:
 def place_titled(records: Sequence[Record]) -> Sequence[Record]:
     """Stacks of an engine's workers as its ranks, by their titles, whatever the files are called.
 
-    Where a trainer is seen, too, the engine is one component: its own ranks count within it.
+    Where a trainer or the engine's core is seen, too, these ranks count within another component.
     """
     titles: dict[str, dict[tuple[str, int | None], Title]] = defaultdict(dict)
     for record in records:
@@ -123,9 +123,9 @@ def place_titled(records: Sequence[Record]) -> Sequence[Record]:
             titles[title.name][record.who.host, record.who.pid] = title
         elif isinstance(record, Stack | BeatRecord) or _of_other_rank(record):
             return records
-    # Workers rather than the cores that feed them.
-    rows = max(titles.values(), key=len, default={})
-    axis = _axis_of(list(rows.values())) if len(rows) >= _SEVERAL else ""
+    rows = next(iter(titles.values()), {})
+    alone = len(titles) == 1 and len(rows) >= _SEVERAL
+    axis = _axis_of(list(rows.values())) if alone else ""
     if not axis:
         return records
 
@@ -133,8 +133,9 @@ def place_titled(records: Sequence[Record]) -> Sequence[Record]:
         title = title_of(record.command) if isinstance(record, Stack) else None
         if title is None or not isinstance(record, Stack):
             return record
-        rank = title.numbers.get(axis) if title in rows.values() else None
-        return replace(record, who=Identity(rank, record.who.pid, record.who.host, ENGINE))
+        return replace(
+            record, who=Identity(title.numbers.get(axis), record.who.pid, record.who.host, ENGINE)
+        )
 
     return [named(record) for record in records]
 

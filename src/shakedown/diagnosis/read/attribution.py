@@ -125,6 +125,8 @@ IN_LINE = re.compile(r"\[(?:PG (?:ID )?0 (?:PG GUID 0)?(?:\(default_pg\) )?)?Ran
 # mpirun --tag-output: `[1,3]<stdout>: `, job and rank.
 # Horovod: `[3]<stderr>:`
 _MPI = re.compile(r"^\[(?:\d{1,4},)?(\d{1,6})\]<std(?:out|err)>: ?")
+# talosctl dmesg: `10.0.0.7: kern: warning: [2026-04-22T21:25:20.458998481Z]: NVRM: Xid ...`
+_TALOS = re.compile(r"^([\w.:-]{1,80}): kern: {1,8}\w{1,10}: (?=\[)")
 # A line that tqdm's bar stands before, as it ends without a line break.
 _BEHIND_BAR = re.compile(r"%\|.{0,4000}?\](?=\[(?:rank|default)\d)")
 _TASK = re.compile(r"^ *(\d{1,5}): ")  # srun --label
@@ -143,6 +145,8 @@ def strip(raw: str, named: Identity, *, tasks: bool = True) -> tuple[str, Identi
     text = raw.rstrip("\r")
     if not text:
         return text, named, None
+    if ": kern: " in text[:100] and (match := _TALOS.match(text)):
+        return text[match.end() :], Identity(host=match[1]), None
     if text[0] in "([" and (match := _OF_ENGINE.match(text)):
         pid = pid_of(int(match["pid"])) if match["pid"] else None
         who = Identity(int(match["a"] or match["b"]), pid, named.host, ENGINE)
@@ -303,7 +307,7 @@ _KERNEL = re.compile(
 )
 # `May 16 02:14:37 n1 kernel: NVRM: ...`, as syslog and journalctl write it, or the shell in which
 # somebody asked: `[root@n1 ~]# dmesg -T`
-_LOGGED_BY = re.compile(
+_LOGGED_BY = re.compile(  # in talosctl's lines each has its own node, see `strip`
     r"^[A-Z][a-z]{2} [ \d]\d [\d:]{8} (\S{1,80}) kernel: "
     r"|^\[?(?:[\w.-]{1,40}@)?([A-Za-z][\w.-]{1,79})[ :][^\n#$]{0,80}[#$] [^\n]{0,40}\bdmesg\b",
     re.M,

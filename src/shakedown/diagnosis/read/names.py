@@ -45,6 +45,8 @@ _JOB = re.compile(
     r"^(?:slurm|job|jobid|sacct|scontrol|squeue|sinfo)[-_.]?\d+(?:_\d+)?(?:\.[a-z]+)*$"
 )
 _HOST = re.compile(r"(?:^|[^a-z0-9])((?:node|host)\d{1,6})(?![a-z0-9])")
+# torch's debug server, `stacks_20261128_030000.txt`: a date and a time say when, not whose.
+STAMPED = re.compile(r"\d{8}[-_t]\d{6}(?:\.[a-z]+)*$")
 # Both a digit and a letter: `facade` is a word and `4711` a number.
 _HASH = re.compile(r"^(?=.*\d)(?=.*[a-f])[0-9a-f]{6,64}(?:\.[a-z]+)*$")
 _HEX = re.compile(r"[0-9a-f#._-]*")
@@ -81,7 +83,7 @@ def _one(name: str) -> Named:
         trailing = None if re.fullmatch(r"(?:\.[a-z]+)*", leaf[named.end() :]) else trailing
     # `local_rank0` also matches the pattern of a rank.
     rank = None if _LOCAL.search(leaf) or _NO_RANK.search(leaf) else identity.rank
-    if _JOB.match(leaf) or _HASH.match(leaf):
+    if _JOB.match(leaf) or _HASH.match(leaf) or STAMPED.search(leaf):
         trailing = None
     for folder in reversed(folders):
         match = _FOLDER_RANK.match(folder)

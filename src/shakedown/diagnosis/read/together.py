@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shakedown.core.ranges import natural
-from shakedown.diagnosis.read.names import ELASTIC, template
+from shakedown.diagnosis.read.names import ELASTIC, STAMPED, template
 from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.records import (
     FlightRecord,
@@ -153,9 +153,15 @@ def order_moments(records: Sequence[Record]) -> list[Record]:
 
 
 def _series(record: Record) -> _Series | None:
-    if not isinstance(record, Stack) or record.sample or record.who.pid is None:
+    if not isinstance(record, Stack) or record.sample:
         return None
-    return record.who.host, record.who.pid, record.tool, template(record.place.path)
+    process = record.who.pid
+    # Where the names are dates and times the rank is proof enough.
+    if process is None and record.who.rank is not None and STAMPED.search(record.place.path):
+        process = -1 - record.who.rank
+    if process is None:
+        return None
+    return record.who.host, process, record.tool, template(record.place.path)
 
 
 _SAYS_NOTHING = ("empty", "unknown format")  # a collector may have made the file
