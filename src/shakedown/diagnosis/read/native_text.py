@@ -132,12 +132,13 @@ class _Gdb:
                 Thread("MainThread" if n == 1 else clean(name, 80), tuple(reversed(frames)))
                 for n, (_, name, frames) in rows.items()
             )
-            who = self._who.completed_by(self._source.who(pid))
-            who = Identity(who.rank, pid, who.host, who.role)
-            place = self._source.place(self._line)
+            place, sample = self._source.place(self._line), self._source.sample
             # The kernel's name of the main thread is the begin of the process's title.
             title = self._threads.get(1, (None, "", []))[1]
             command = clean(title) if "::" in title else ""
-            sample = self._source.sample
+            named = self._source.who(pid)
+            # Who has a title is no rank, whatever the file is called.
+            who = self._who.completed_by(Identity(host=named.host) if command else named)
+            who = Identity(who.rank, pid, who.host, who.role)
             self.stacks.append(Stack(who, threads, place, "gdb", None, command, sample))
         self._threads, self._open, self._line, self._who = {}, None, 0, Identity()
