@@ -204,13 +204,16 @@ def _processes(s: Situation) -> Iterator[_Said]:
                 )
 
 
+_ENDS = frozenset({"exit", "abort", "oom", "gpu_error", "node", "cancelled", "job"})
+
+
 def _tracebacks(facts: Facts) -> Iterator[_Said]:
     for name, event in _events(facts):
         if event.kind == "traceback":
             users = user_frames(event.frames)
             where = users[-1] if users else (event.frames[-1] if event.frames else None)
             text = _with_context(facts, event) + (f", at {where}" if where else "")
-        elif event.kind in ("exit", "abort", "oom", "gpu_error", "node", "cancelled", "job"):
+        elif event.kind in _ENDS:
             text = clean(event.text, _LONGEST)
         else:
             continue
@@ -230,8 +233,10 @@ def _with_context(facts: Facts, event: LogEvent) -> str:
 
 def _notable(facts: Facts) -> Iterator[_Said]:
     """Lines of logs that no event has told already."""
-    told = {(e.place.path, e.place.line) for _, e in _events(facts)}
-    quoted = [e.text for _, e in _events(facts) if e.kind == "traceback"]
+    events = [e for _, e in _events(facts)]
+    # Of other events no row is made: their lines are told here.
+    told = {(e.place.path, e.place.line) for e in events if e.kind in _ENDS}
+    quoted = [e.text for e in events if e.kind == "traceback"]
     for digest in facts.digests:
         for line in digest.notable:
             if (line.place.path, line.place.line) in told and line.weight >= 5:
