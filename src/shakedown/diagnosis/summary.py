@@ -69,7 +69,7 @@ def summarise(s: Situation) -> Summary:
     """All sections; at least one has a row wherever anything readable was given."""
     return Summary(
         ended=list(_ended(s)),
-        groups=list(_groups(s.facts)),
+        groups=[*_groups(s.facts), *_launched(s.facts)],
         stacks=list(_stacks(s.facts)),
         moved=list(_moved(s)),
         logs=list(_logs(s.facts)),
@@ -376,6 +376,21 @@ def _groups(facts: Facts) -> Iterator[Seen]:
             told.append(f"nothing recorded by {_names(f'rank {r}' for r in silent)}")
         source = next(iter(_dumps(facts, group)), "")
         yield Seen(f"{group.label}: {'; '.join(told)}", source, 2.0 if apart else 1.0)
+
+
+def _launched(facts: Facts) -> Iterator[Seen]:
+    """Calls by NCCL's own count, and ranks that do not answer it."""
+    counts: dict[int, list[int]] = defaultdict(list)
+    rows = [(rank, row) for rank, c in facts.ranks.items() for row in c.ras[-1:]]
+    for rank, row in rows:
+        if not row.missing and row.counts.get("launched", -1) >= 0:
+            counts[row.counts["launched"]].append(rank)
+    source = next((str(row.place) for _, row in rows), "")
+    if len(counts) > 1:
+        told = [f"{_names(f'rank {r}' for r in counts[n])} launched {n}" for n in sorted(counts)]
+        yield Seen(f"calls that NCCL counts: {'; '.join(told[:4])}", source, 2.0)
+    if gone := [rank for rank, row in rows if row.missing]:
+        yield Seen(f"NCCL has no answer from {_names(f'rank {r}' for r in gone)}", source, 2.0)
 
 
 def _counted(key: tuple[int, str, bool], found: Sequence[int]) -> str:

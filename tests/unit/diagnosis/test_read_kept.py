@@ -1,7 +1,7 @@
 """No readable line is lost between the readers and the summary, over the corpus."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,8 @@ from shakedown.diagnosis.records import (
     Stack,
     clean,
 )
-from shakedown.diagnosis.summary import Summary, describe_path, summarise
+from shakedown.diagnosis.summary import Seen, Summary, describe_path, summarise
+from shakedown.stacks.frames import Frame
 
 FOLDERS = ("outside", "dumps", "logs", "stacks")
 CASES = [
@@ -37,26 +38,38 @@ def lost(records: list[Record], facts: Facts, summary: Summary) -> Iterator[str]
     stacks = "\n".join(row.text for row in summary.stacks)
     said = shape_of("\n".join(row.text for row in (*summary.ended, *summary.logs)))
     for record in records:
-        if isinstance(record, Stack) and not is_launcher(record):
-            main = record.main
-            if main and main.frames and not _later(record, records):
-                if describe_path(main.frames) not in stacks:
-                    yield f"stack {record.place}"
-        elif isinstance(record, LogEvent) and record.kind in ENDS:
-            if shape_of(clean(record.text, 300))[:60] not in said:
-                yield f"{record.kind} {record.place}: {record.text[:80]}"
+        if isinstance(record, Stack):
+            kept = _unseen(record, records) or describe_path(_path(record)) in stacks
+        elif isinstance(record, LogEvent):
+            kept = record.kind not in ENDS or shape_of(clean(record.text, 300))[:60] in said
         elif isinstance(record, LogDigest):
-            for end in record.ends:
-                if shape_of(_CLOCK.sub("", end.text))[:60] not in said:
-                    yield f"last line {end.place}: {end.text[:80]}"
-        elif isinstance(record, RasRank | FlightRecord) and record.who.rank is None:
-            yield f"counters {record.place}"
+            kept = all(shape_of(_CLOCK.sub("", end.text))[:60] in said for end in record.ends)
+        elif isinstance(record, FlightRecord):
+            counted = any(record.who.rank in group.views for group in facts.groups)
+            kept = counted or not record.operations
+        else:
+            gone = isinstance(record, RasRank) and record.missing
+            kept = not gone or str(record.who.rank) in _ranks(summary.groups)
+        if not kept:
+            yield f"{type(record).__name__} {record.place}: {record.place.text[:80]}"
 
 
-def _later(stack: Stack, records: list[Record]) -> bool:
-    return any(
-        isinstance(r, Stack) and r.who == stack.who and r.sample > stack.sample for r in records
-    )
+def _path(stack: Stack) -> Sequence[Frame]:
+    return stack.main.frames if stack.main else ()
+
+
+def _unseen(stack: Stack, records: list[Record]) -> bool:
+    """A launcher's or an empty stack, or one that a later look at the process replaces."""
+    later = (r for r in records if isinstance(r, Stack) and r.who == stack.who)
+    return is_launcher(stack) or not _path(stack) or any(r.sample > stack.sample for r in later)
+
+
+def _ranks(rows: Sequence[Seen]) -> set[str]:
+    """Numbers of the rows, `3-5` as 3, 4 and 5."""
+    found = set[str]()
+    for low, high in re.findall(r"(\d+)(?:-(\d+))?", " ".join(row.text for row in rows)):
+        found.update(map(str, range(int(low), int(high or low) + 1)))
+    return found
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.name)
