@@ -48,8 +48,10 @@ def lost(records: list[Record], facts: Facts, summary: Summary) -> Iterator[str]
             counted = any(record.who.rank in group.views for group in facts.groups)
             kept = counted or not record.operations
         else:
-            gone = isinstance(record, RasRank) and record.missing
-            kept = not gone or str(record.who.rank) in _ranks(summary.groups)
+            told = _ranks(summary.groups)
+            kept = not (
+                isinstance(record, RasRank) and record.missing and str(record.who.rank) not in told
+            )
         if not kept:
             yield f"{type(record).__name__} {record.place}: {record.place.text[:80]}"
 
