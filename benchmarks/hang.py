@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shakedown.diagnosis.analyze import analyze
+from shakedown.diagnosis.analyze.rules import analyze
 from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.records import Identity, SourceRef, Stack, Thread
 from shakedown.stacks.frames import Frame

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from shakedown.core.outcome import Outcome
-from shakedown.diagnosis.analyze import Diagnosis, Hypothesis, analyze
+from shakedown.diagnosis.analyze.model import Diagnosis, Hypothesis
+from shakedown.diagnosis.analyze.rules import analyze
 from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.read import read_paths
 

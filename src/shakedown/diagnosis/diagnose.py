@@ -13,9 +13,9 @@ from shakedown.core.outcome import REPORTED_ERROR, Outcome, read_outcome
 from shakedown.core.paths import AttemptPaths, EvidencePaths, StagePaths
 from shakedown.core.verdict import Finding, Scope, Status, Stopwatch, Verdict, installed_versions
 from shakedown.diagnosis.advice import next_command
-from shakedown.diagnosis.analyze import Diagnosis, analyze
-from shakedown.diagnosis.analyze.model import Hypothesis
+from shakedown.diagnosis.analyze.model import Diagnosis, Hypothesis
 from shakedown.diagnosis.analyze.own import measured_of, places_of
+from shakedown.diagnosis.analyze.rules import analyze
 from shakedown.diagnosis.facts import Facts
 from shakedown.diagnosis.outline import outline
 from shakedown.diagnosis.placing import build_facts

@@ -2,15 +2,18 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shakedown.core.outcome import Outcome
-from shakedown.diagnosis.analyze import QUESTIONS, Diagnosis, analyze
-from shakedown.diagnosis.analyze.model import CAUSES
+from shakedown.diagnosis.analyze import rules
+from shakedown.diagnosis.analyze.model import CAUSES, Diagnosis, Hypothesis
 from shakedown.diagnosis.analyze.pattern import judge
+from shakedown.diagnosis.analyze.rules import RULES, Rule, analyze
+from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.read import read_paths
 
@@ -366,14 +369,6 @@ def test_both_sides_waiting_for_each_other_is_a_one_sided_weight_update(tmp_path
     assert (chosen.cause, list(chosen.roles)) == ("weight_sync_one_sided", ["orchestrator"])
 
 
-def test_trainers_in_a_weight_update_that_nobody_answers(tmp_path: Path) -> None:
-    rows = [heartbeat("trainer", rank, "weight_sync") for rank in range(2)]
-    beats(tmp_path, 1, *rows, heartbeat("orchestrator", 0, "data"))
-    chosen = diagnose(tmp_path).chosen
-    assert chosen.cause == "weight_sync_one_sided"
-    assert not chosen.ranks
-
-
 def test_rank_that_ran_out_of_batches_is_uneven_inputs(tmp_path: Path) -> None:
     short = heartbeat("trainer", 1, "eval", 5, 2)
     beats(tmp_path, 1, heartbeat("trainer", 0, "train", 5, 3), short)
@@ -541,6 +536,24 @@ def test_every_cause_of_the_closed_set_is_explained_in_the_docs() -> None:
     assert [cause for cause in CAUSES if f"`{cause}`" not in table] == []
 
 
-def test_no_rule_answers_two_questions() -> None:
-    matches = [rule.match for rules in QUESTIONS.values() for rule in rules]
+def test_no_rule_stands_twice_in_the_table() -> None:
+    matches = [rule.match for rule in RULES]
     assert len(matches) == len(set(matches))
+
+
+def test_rules_whose_evidence_is_not_given_are_not_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def watched(rule: Rule) -> Rule:
+        def match(s: Situation) -> Hypothesis | None:
+            asked.append(rule.match.__name__)
+            return rule.match(s)
+
+        return replace(rule, match=match)
+
+    monkeypatch.setattr(rules, "RULES", [watched(rule) for rule in RULES])
+    diagnose(write(tmp_path, rank0__txt=stack(0, *ALL_REDUCE)))
+    assert "two_threads" in asked
+    assert not {"parted", "node_dead", "different_paths", "told_nccl"} & set(asked)

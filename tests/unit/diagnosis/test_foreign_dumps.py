@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shakedown.core.errors import UsageError
-from shakedown.diagnosis.analyze import analyze
+from shakedown.diagnosis.analyze.rules import analyze
 from shakedown.diagnosis.diagnose import diagnose_paths
 from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.read import read_paths

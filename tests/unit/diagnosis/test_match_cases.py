@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shakedown.diagnosis.analyze import analyze
+from shakedown.diagnosis.analyze.rules import analyze
 from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.read import read_paths
 

@@ -17,8 +17,6 @@ DIED = (
     "has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a "
     'connection error code 2. End of file. Some common causes include: (1) the OOM killer"'
 )
-STEP = ("PolicyWorker.step", "/lab/actors.py", 21)
-IDLE = ("main_loop", "ray/_private/worker.py", 1069)
 
 
 def target(name: str, pid: int, role: str, rank: int | None, state: str = "S") -> dict[str, Any]:
@@ -43,25 +41,6 @@ def write(folder: Path, rows: Sequence[Mapping[str, Any]], **cluster: Any) -> No
     told = {"address": "n1:6379", "session": "session_1", "missed": "", "logs": [], **cluster}
     body = {"schema": "shakedown/ray/1", "host": "n1", "clusters": [told]}
     folder.joinpath("n1-ray.json").write_text(json.dumps(body))
-
-
-def write_stacks(folder: Path, places: Mapping[int, tuple[str, str, int]]) -> None:
-    for number in (1, 2):
-        (folder / f"round{number}").mkdir()
-        for pid, (name, file, line) in places.items():
-            rows = [
-                (name, file, line),
-                IDLE,
-                ("<module>", "ray/_private/workers/default_worker.py", 1),
-            ]
-            frames = [
-                {"name": n, "filename": f, "short_filename": f, "line": at} for n, f, at in rows
-            ]
-            thread = {
-                "pid": pid, "thread_id": pid, "thread_name": "MainThread", "os_thread_id": pid,
-                "active": name != "main_loop", "owns_gil": False, "frames": frames,
-            }  # fmt: skip
-            (folder / f"round{number}" / f"pyspy-pid{pid}.json").write_text(json.dumps([thread]))
 
 
 def actor(name: str, pid: int, state: str, why: str = "", job: str = "01000000") -> dict[str, Any]:
@@ -95,23 +74,6 @@ def test_an_actor_without_a_rank_is_named_by_its_process(tmp_path: Path) -> None
     write(tmp_path, [*policy("S", "S"), target("Reward-pid9", 9, "actor Reward", None, "T")])
 
     assert named(diagnose_paths([tmp_path]))["roles"] == ["actor Reward process 9"]
-
-
-def test_the_one_that_runs_its_method_while_all_others_are_idle(tmp_path: Path) -> None:
-    write(tmp_path, policy("S", "S", "R", "S"))
-    write_stacks(tmp_path, {100: IDLE, 101: IDLE, 102: STEP, 103: IDLE})
-
-    verdict = diagnose_paths([tmp_path])
-
-    assert named(verdict) == {"ranks": [2], "nodes": [], "roles": []}
-    assert "actors.py:21" in verdict.summary
-
-
-def test_actors_that_all_run_their_method_are_not_told_apart(tmp_path: Path) -> None:
-    write(tmp_path, policy("S", "S", "S", "S"))
-    write_stacks(tmp_path, dict.fromkeys((100, 101, 102, 103), STEP))
-
-    assert named(diagnose_paths([tmp_path])) == {"ranks": [], "nodes": [], "roles": []}
 
 
 def test_a_dead_actor_is_the_rank_that_no_living_one_has(tmp_path: Path) -> None:

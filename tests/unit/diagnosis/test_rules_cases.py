@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from shakedown.diagnosis.analyze import Diagnosis, analyze
+from shakedown.diagnosis.analyze.model import Diagnosis
+from shakedown.diagnosis.analyze.rules import analyze
 from shakedown.diagnosis.diagnose import diagnose_paths
 from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.read import read_paths

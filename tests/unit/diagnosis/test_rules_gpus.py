@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from shakedown.diagnosis.analyze import Hypothesis, analyze
+from shakedown.diagnosis.analyze.model import Hypothesis
+from shakedown.diagnosis.analyze.rules import analyze
 from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.read import read_paths
 

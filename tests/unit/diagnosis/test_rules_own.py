@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shakedown.diagnosis.analyze import Hypothesis
+from shakedown.diagnosis.analyze.model import Hypothesis
 from shakedown.diagnosis.diagnose import diagnose_paths
 from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.read import read_paths

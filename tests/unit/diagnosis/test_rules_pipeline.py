@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from shakedown.diagnosis.analyze import Hypothesis
 from tests.hang_own import (
     C10D,
     CLOSED,
@@ -51,14 +50,6 @@ def test_two_pipelines_make_no_neighbour_of_the_next_rank(tmp_path: Path) -> Non
 
 
 SCHEDULE = ("_step_microbatches (torch/distributed/pipelining/schedules.py:1127)",)
-BEHIND = (f"broadcast ({C10D}:3151)", "forward_backward (/srv/archon.py:139)")
-
-
-def pipeline(folder: Path, *micro: int) -> Hypothesis:
-    """Ranks 0 and 1 are through their schedules, ranks 2 and 3 in them."""
-    beats(folder, *(beat(rank, micro=n) for rank, n in enumerate(micro)))
-    paths(folder, BEHIND, BEHIND, SCHEDULE, SCHEDULE)
-    return chosen(folder)
 
 
 def paths(folder: Path, *by_rank: Sequence[str]) -> None:
@@ -67,45 +58,6 @@ def paths(folder: Path, *by_rank: Sequence[str]) -> None:
         text = f'Process {60 + rank}: python\nThread {60 + rank} (idle): "MainThread"\n'
         text += "".join(f"    {frame}\n" for frame in frames)
         (folder / f"pyspy_rank{rank}.txt").write_text(text)
-
-
-def test_rank_with_fewer_micro_batches_than_the_pipeline_expects_is_named(tmp_path: Path) -> None:
-    found = pipeline(tmp_path, 3, 2, 3, 2)
-    assert (found.cause, list(found.ranks)) == ("pipeline_order", [1])
-    assert "after 3 micro-batches of step 4, of which others run 4; rank 3 waits" in found.sentence
-
-
-def test_last_stage_that_left_early_leaves_the_first_without_a_gradient(tmp_path: Path) -> None:
-    beats(tmp_path, *(beat(rank, micro=n) for rank, n in enumerate((3, 3, 3, 2))))
-    paths(tmp_path, BEHIND, SCHEDULE, BEHIND, BEHIND)
-
-    found = chosen(tmp_path)
-
-    assert (found.cause, list(found.ranks)) == ("pipeline_order", [3])
-    assert "rank 1 waits" in found.sentence
-
-
-MEGATRON = "core/pipeline_parallel"
-SENDS_LAST = (f"P2PCommunicator.send_backward ({MEGATRON}/p2p_communication.py:495)",)
-SENDS_MORE = (f"P2PCommunicator.send_forward_recv_backward ({MEGATRON}/p2p_communication.py:5)",)
-SYNCS = ("_coalescing_manager (torch/distributed/distributed_c10d.py:2935)",)
-
-
-@pytest.mark.parametrize(("last", "ranks"), [(2, [3]), (3, [])])
-def test_last_stage_of_megatron_with_fewer_micro_batches_is_named(
-    tmp_path: Path, last: int, ranks: list[int]
-) -> None:
-    beats(tmp_path, *(beat(rank, micro=3) for rank in range(3)), beat(3, micro=last))
-    outer = f"forward_backward ({MEGATRON}/schedules.py:2230)"
-    paths(tmp_path, *((*inner, outer) for inner in (SYNCS, SENDS_MORE, SYNCS, SENDS_LAST)))
-
-    found = chosen(tmp_path)
-
-    assert (found.cause, list(found.ranks)) == ("pipeline_order", ranks)
-
-
-def test_fewer_micro_batches_that_nobody_waits_for_name_nobody(tmp_path: Path) -> None:
-    assert 1 not in pipeline(tmp_path, 3, 2, 3, 3).ranks
 
 
 def test_stage_that_raises_on_a_shape_is_not_the_one_at_fault_for_that(tmp_path: Path) -> None:

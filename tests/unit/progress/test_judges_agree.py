@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shakedown.diagnosis.analyze import analyze
+from shakedown.diagnosis.analyze.rules import analyze
 from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.read import read_paths
 from shakedown.monitor.attach.judge import Judge

@@ -1,25 +1,35 @@
-"""Question 3: do the ranks' calls differ? By dumps, watchdog lines, and torch's own comparison."""
+"""Questions 3 and 5 of calls: where they part, why, and who left the order of its own history."""
 
+import math
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.cleanup import left_the_loop
-from shakedown.diagnosis.analyze.divergence import CallDivergence, done_unlike, known_dtypes
-from shakedown.diagnosis.analyze.edges import lone_group
-from shakedown.diagnosis.analyze.graph import Block
+from shakedown.diagnosis.analyze.graph import Block, WaitGraph
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
+from shakedown.diagnosis.analyze.sequences import Parting, done_unlike, first_open, known_dtypes
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.records import Operation
 from shakedown.stacks.frames import user_frames
 
 
-def diverged(s: Situation) -> Hypothesis | None:
-    """Pattern B: at one sequence number of a group the ranks made different calls."""
-    if not s.divergences:
-        return None
-    # The list begins with the hardest evidence: see Situation.divergences.
-    row = s.divergences[0]
+def parted(s: Situation) -> Hypothesis | None:
+    """Pattern B: at one number of a group the ranks made different calls.
+
+    A second source tells more of why than the calls themselves: the thread that called, or the
+    heartbeats. gloo does not wait where calls do not fit: it aborts who receives more than it
+    expects, a victim as often as not.
+    """
+    readings = (_by_thread, _by_beats, _by_history)
+    told = next((h for read in readings for row in s.partings if (h := read(s, row))), None)
+    aborts = [e.place for c in s.ranks.values() for e in c.events if e.kind == "size_mismatch"]
+    return replace(told, evidence=[*aborts[:1], *told.evidence]) if told else None
+
+
+def _by_history(s: Situation, row: Parting) -> Hypothesis:
     departing = s.departing(row.calls)
     # Where most ranks depart, the others may be those that skipped a call. Of half of them nothing
     # is known either where the dump does not even say who is in the group (format 1).
@@ -27,6 +37,7 @@ def diverged(s: Situation) -> Hypothesis | None:
     minority = departing if 2 * len(departing) < len(row.calls) + listed else []
     cause = _kind(s, row, minority)
     half = len(row.calls) == 2
+    by_call = _by_call(row)
     keeping = sorted(set(row.calls) - set(departing)) or sorted(row.calls)
     return conclude(
         s,
@@ -36,20 +47,25 @@ def diverged(s: Situation) -> Hypothesis | None:
         # Half the ranks on the branch could also mean that the other half skipped it.
         sure="told" if minority and (2 * len(minority) < len(row.calls) or half) else "open",
         evidence=s.recorded_at([*minority, *keeping]),
-        waits=_between(row),
+        waits=[
+            Block(ranks, others, f"entered {call}, number {row.seq}")
+            for call, ranks in by_call.items()
+            for others in by_call.values()
+            if others is not ranks
+        ],
         needed=[]
         if minority
         else ["which branch is meant to be taken: the history of the ranks does not tell"],
     )
 
 
-def differed(s: Situation) -> Hypothesis | None:
+def parted_before(s: Situation) -> Hypothesis | None:
     """Calls that differ and are yet done on all ranks: nothing hangs in them."""
     row = done_unlike(s.facts.groups)
     if row is None or s.graph or s.waiting:
         return None
     cause = _kind(s, row, ())
-    told = _sentence(row, [], sorted(row.calls), dtype=cause == "dtype_mismatch")
+    told = _sentence(row, [], [], dtype=cause == "dtype_mismatch")
     return conclude(
         s,
         cause,
@@ -61,7 +77,7 @@ def differed(s: Situation) -> Hypothesis | None:
     )
 
 
-def _kind(s: Situation, row: CallDivergence, named: Collection[int]) -> Cause:
+def _kind(s: Situation, row: Parting, named: Collection[int]) -> Cause:
     left, stay = left_the_loop(s)
     if named and stay and set(named) <= set(left):
         return "exception_in_cleanup"  # what they called there is no branch of the loop
@@ -95,18 +111,23 @@ def _same_place(calls: Sequence[Operation]) -> bool:
     return bool(common) and all(len(lines[key]) == 1 for key in lines)
 
 
-def _sentence(row: CallDivergence, departing: list[int], keeping: list[int], *, dtype: bool) -> str:
-    at = f"collective {row.seq} of {row.group.label}"
-    calls = {rank: describe(op, dtype=dtype) for rank, op in row.calls.items()}
-    if departing:
-        return (
-            f"{name_ranks(departing)} called {calls[departing[0]]} as {at}, where "
-            f"{name_ranks(keeping)} called {calls[keeping[0]]}: only {name_ranks(departing)} "
-            f"{verb(departing, 'departs', 'depart')} from the calls of earlier steps"
-        )
+def _by_call(row: Parting, *, dtype: bool = False) -> dict[str, list[int]]:
     kinds: dict[str, list[int]] = {}
-    for rank, call in calls.items():
-        kinds.setdefault(call, []).append(rank)
+    for rank, op in row.calls.items():
+        kinds.setdefault(describe(op, dtype=dtype), []).append(rank)
+    return kinds
+
+
+def _sentence(row: Parting, departing: list[int], keeping: list[int], *, dtype: bool) -> str:
+    at = f"collective {row.seq} of {row.group.label}"
+    if departing:
+        mine, others = (describe(row.calls[r[0]], dtype=dtype) for r in (departing, keeping))
+        return (
+            f"{name_ranks(departing)} called {mine} as {at}, where {name_ranks(keeping)} called "
+            f"{others}: only {name_ranks(departing)} {verb(departing, 'departs', 'depart')} from "
+            "the calls of earlier steps"
+        )
+    kinds = _by_call(row, dtype=dtype)
     told = "; ".join(f"{name_ranks(ranks)} {call}" for call, ranks in kinds.items())
     return f"ranks made different calls as {at}: {told}"
 
@@ -121,73 +142,143 @@ def describe(op: Operation, *, dtype: bool = False) -> str:
     return f"{name}{sizes}{types}" + (f" at {frame}" if frame else "")
 
 
-def _between(row: CallDivergence) -> list[Block]:
-    kinds: dict[str, list[int]] = {}
-    for rank, op in row.calls.items():
-        kinds.setdefault(describe(op), []).append(rank)
-    return [
-        Block(ranks, others, f"entered {call}, number {row.seq}")
-        for call, ranks in kinds.items()
-        for other, others in kinds.items()
-        if other != call
-    ]
+def _by_thread(s: Situation, row: Parting) -> Hypothesis | None:
+    """Some of the calls came from a second thread of a process that calls from its first, too.
 
-
-def extra_call(s: Situation) -> Hypothesis | None:
-    """A rank entered a call that departs from its own steps and that nobody else will enter.
-
-    Covers a branch on another process group, where no sequence number is shared.
+    A rank is named where it alone has a second thread: elsewhere their order is at fault.
     """
-    pending = _pending(s)
-    if not pending or any(
-        s.positions[r].kind in _EXPLAINED for r in s.blockers if r in s.positions
-    ):
+    called = sorted(r for r, op in row.calls.items() if _in_thread(op))
+    views = row.group.views
+    both = sorted(r for r in views if len({*map(_in_thread, _framed(row, r))}) > 1)
+    others = sorted(set(row.calls) - set(called))
+    if not (called and others and both):
         return None
-    if any(not s.has_no_evidence(r) for r in s.blockers):
-        return None  # who has entered no call at all is awaited, whatever the others called
-    departing = s.departing(pending)
-    # In the first step every call is new: only a rank with a history can depart from it.
-    departing = [r for r in departing if s.departure(r, pending[r]).known]
-    involved = [n for n in s.graph.awaited | s.graph.waiters if isinstance(n, int)]
-    if not departing or 2 * len(departing) > len(involved):
-        return None
-    keeping = sorted(set(involved).difference(departing))
-    # A call of every step, made before another group's: the order is what differs.
-    apart = {pending[r].group for r in departing}.isdisjoint(
-        pending[r].group for r in keeping if r in pending
-    )
-    usual = apart and all(_made_before(s, r, pending[r]) for r in departing)
+    named = both if both == called and 2 * len(both) <= len(row.calls) else []
     return conclude(
         s,
-        "cross_group_cycle" if usual else "conditional_collective",
-        f"{name_ranks(departing)} called {describe(pending[departing[0]])}, which departs from "
-        f"the calls of earlier steps; {name_ranks(keeping)} {verb(keeping, 'does', 'do')} not join",
-        ranks=departing,
+        "two_threads_one_group",
+        f"{name_ranks(called)} called {describe(row.calls[called[0]])} from a second thread as "
+        f"collective {row.seq} of {row.group.label}, where {name_ranks(others)} called "
+        f"{describe(row.calls[others[0]])}",
+        ranks=named,
+        sure="told" if named else "likely",
+        evidence=s.recorded_at([*called, *others]),
+        needed=[] if named else ["the order in which the threads are meant to call"],
+    )
+
+
+def _framed(row: Parting, rank: int) -> list[Operation]:
+    return [op for op in row.group.views[rank].operations.values() if op.frames]
+
+
+def _in_thread(op: Operation) -> bool:
+    """Python started the thread; autograd's own threads have no such frame."""
+    outer = op.frames[0] if op.frames else None
+    return outer is not None and outer.function == "_bootstrap" and "threading" in outer.file
+
+
+def _by_beats(s: Situation, row: Parting) -> Hypothesis | None:
+    """Ranks that have gone on to the end without a batch of the step that the others train on."""
+    beats = {r: b.beat for r in row.calls if r in s.ranks and (b := s.ranks[r].beat)}
+    short = sorted(r for r, b in beats.items() if b.phase in BEYOND and not b.batch_size)
+    training = sorted(r for r, b in beats.items() if b.phase == "train" and b.batch_size > 0)
+    # A rank in a third phase (waiting for rollouts, say) would need another explanation.
+    whole = len(training) + len(short) == len(row.calls)
+    if not short or not whole or len({b.step for b in beats.values()}) > 1:
+        return None
+    # Both sources have to agree: the heartbeats' short ranks are those whose calls depart.
+    if short != s.departing(row.calls) or 2 * len(short) > len(row.calls):
+        return None
+    first = beats[short[0]]
+    places = [b.place for r in [*short, *training][:4] if (b := s.ranks[r].beat)]
+    return conclude(
+        s,
+        "uneven_inputs",
+        f"{name_ranks(short)} left the loop for its {first.phase} without a batch of step "
+        f"{first.step}, on which {name_ranks(training)} {verb(training, 'trains', 'train')}; "
+        f"{describe(row.calls[short[0]])} met {describe(row.calls[training[0]])}",
+        ranks=short,
         sure="seen",
-        evidence=s.recorded_at(departing),
+        evidence=[*places, *s.recorded_at([*short, *training])],
+        waits=[Block(training, short, "come to this step: its batches have ended")],
     )
 
 
-def _made_before(s: Situation, rank: int, call: Operation) -> bool:
-    record = s.ranks[rank].record
-    return any(
-        (op.group, op.name, op.sizes) == (call.group, call.name, call.sizes) and op.done
-        for op in (record.operations if record else ())
+BEYOND = ("eval", "checkpoint", "finished")  # phases behind the loop
+
+
+def messages_parted(s: Situation) -> Hypothesis | None:
+    """Neighbours whose first sends and receives do not fit."""
+    a, b = next(s.messages.misfits(), (None, None))
+    if a is None or b is None:
+        return None
+    calls = {a.rank: a.operation, b.rank: b.operation}
+    odd = s.departing(calls) if all(s.departure(r, op).known for r, op in calls.items()) else []
+    odd = odd if len(odd) == 1 else []
+    crossed = a.sends == b.sends
+    sender, receiver = (a, b) if a.sends else (b, a)
+    told = (
+        f"rank {a.rank} is first to {a} and rank {b.rank} is first to {b}: each waits for the "
+        f"other's {'receive' if a.sends else 'send'}"
+        + (f"; only {name_ranks(odd)} departs from its earlier steps" if odd else "")
+        if crossed
+        else f"rank {sender.rank} sends {_shapes(sender.sizes)} and rank {receiver.rank} receives "
+        f"{_shapes(receiver.sizes)}"
+    )
+    wanted = "the shapes that each stage sends and expects"
+    wanted = "the order in which the schedule means both ranks to post" if crossed else wanted
+    return conclude(
+        s,
+        "pipeline_order" if crossed else "pipeline_shape_mismatch",
+        told,
+        ranks=odd,
+        sure="seen" if odd else "likely",
+        evidence=s.recorded_at((a.rank, b.rank)),
+        waits=[Block((x.rank,), (y.rank,), f"posted what fits ({x})") for x, y in ((a, b), (b, a))],
+        needed=[] if odd else [wanted],
+        remedy="post both in one batch (batch_isend_irecv), or let one side receive first"
+        if crossed
+        else "",
     )
 
 
-_EXPLAINED = frozenset({"dataloader", "storage", "compile", "busy", "stopped", "dead", "init"})
+def _shapes(sizes: Sequence[Sequence[int]]) -> str:
+    return " and ".join(str(list(shape)) for shape in sizes[:4])
 
 
-def _pending(s: Situation) -> Mapping[int, Operation]:
-    """The first call of each rank that is not done."""
-    pending: dict[int, Operation] = {}
-    for rank, component in s.ranks.items():
-        record = component.record
-        undone = [op for op in record.operations if not op.done] if record else []
-        if undone:
-            pending[rank] = min(undone, key=lambda op: op.order)
-    return pending
+_ALL_TO_ALL = re.compile(r"all_?to_?all")
+
+
+def splits_parted(s: Situation) -> Hypothesis | None:
+    """An all-to-all in which all ranks together send more or fewer elements than they receive.
+
+    Each rank's sizes may differ by design; whose are wrong the sums do not tell.
+    """
+    for group in s.facts.groups:
+        for seq in sorted({v.pending for v in group.views.values() if v.pending}):
+            found = [op for v in group.views.values() if (op := v.operations.get(seq))]
+            known = [op for op in found if op.sizes and op.output_sizes]
+            alike = all(_ALL_TO_ALL.search(op.name) for op in known)
+            # The sums mean something only over all members.
+            if len(known) < len(group.members) or not alike:
+                continue
+            sent = sum(math.prod(d) for op in known for d in op.sizes)
+            received = sum(math.prod(d) for op in known for d in op.output_sizes)
+            if sent != received:
+                return conclude(
+                    s,
+                    "size_mismatch",
+                    f"in {known[0].name.split(':')[-1]} (number {seq} of {group.label}) the ranks "
+                    f"send {sent} elements and receive {received}",
+                    sure="likely",
+                    evidence=s.recorded_at(sorted(group.views)),
+                    needed=["the split sizes that each rank computed, by peer"],
+                    remedy="exchange the split sizes before the all-to-all, or print them",
+                )
+    return None
+
+
+_DUMPS = "Flight Recorder dumps of all ranks, to tell which one left the usual order"
 
 
 def timed_out_apart(s: Situation) -> Hypothesis | None:
@@ -202,7 +293,6 @@ def timed_out_apart(s: Situation) -> Hypothesis | None:
     sizes = {len(ranks) for ranks in calls.values()}
     if len(calls) < 2 or (len(sizes) == 1 and sizes != {1}) or s.graph:
         return None
-    ranks = sorted(r for row in calls.values() for r in row)
     told = "; ".join(f"{name_ranks(row)} in {call}" for call, row in list(calls.items())[:4])
     # `allreduce 41 1024`: operation, number and elements
     parts = [call.split(" ") for call in calls]
@@ -215,104 +305,151 @@ def timed_out_apart(s: Situation) -> Hypothesis | None:
         cause if differ else "unknown",
         f"ranks timed out in different calls: {told}",
         sure="open",
-        evidence=s.seen_at(ranks),
-        needed=["Flight Recorder dumps of all ranks: which group each call is of, and who left the "
-                "usual order"],
-    )  # fmt: skip
+        evidence=s.seen_at(sorted(r for row in calls.values() for r in row)),
+        needed=[f"{_DUMPS}, and of which group each call is"],
+    )
 
 
 _OF_SIZES = re.compile(r"\bsizes?\b|\bshapes?\b|\bhas \d+ params\b", re.I)
 
 
 def told_mismatch(s: Situation) -> Hypothesis | None:
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL compared the calls itself; two ranks, neither is blamed."""
+    """torch compared two ranks' calls itself (its DETAIL debug mode); neither is blamed."""
     events = [e for e in s.facts.all_events() if e.kind == "collective_mismatch"]
     if not events:
         return None
     # The two calls, where torch gives them; else only that ranks do not agree.
-    event = next((e for e in events if "call_a" in e.detail), events[0])
-    if "call_a" not in event.detail:
-        return conclude(
-            s,
-            "size_mismatch" if _OF_SIZES.search(event.text) else "collective_mismatch",
-            f"the ranks do not agree: {event.text}",
-            sure="open",
-            evidence=[e.place for e in events[:4]],
-            needed=["Flight Recorder dumps of all ranks, to tell which one left the usual order"],
+    detail = next((e.detail for e in events if "call_a" in e.detail), None)
+    cause: Cause = "size_mismatch" if _OF_SIZES.search(events[0].text) else "collective_mismatch"
+    says = f"the ranks do not agree: {events[0].text}"
+    if detail is not None:
+        first, second = str(detail.get("call_a", "")), str(detail.get("call_b", ""))
+        cause = _differing(first, second)
+        says = (
+            f"rank {detail.get('rank_a')} and rank {detail.get('rank_b')} made different calls: "
+            f"{_short(first)} against {_short(second)}"
         )
-    first, second = str(event.detail.get("call_a", "")), str(event.detail.get("call_b", ""))
-    ranks = [event.detail.get("rank_a"), event.detail.get("rank_b")]
-    cause: Cause = "collective_mismatch"
-    if _field(first, "OpType=") == _field(second, "OpType="):
-        # One operation on both sides: their tensors differ, in size unless the types say otherwise.
-        sizes, types = (
-            _field(first, key) != _field(second, key) for key in ("TensorShape=", "TensorDtypes=")
-        )
-        # Where both differ they are different calls of one operation.
-        cause = ("collective_mismatch" if sizes else "dtype_mismatch") if types else "size_mismatch"
     return conclude(
         s,
         cause,
-        f"rank {ranks[0]} and rank {ranks[1]} made different calls: {_short(first)} against "
-        f"{_short(second)}",
-        sure="likely",
+        says,
+        sure="open" if detail is None else "likely",
         evidence=[e.place for e in events[:4]],
-        needed=["Flight Recorder dumps of all ranks, to tell which one left the usual order"],
+        needed=[_DUMPS],
     )
 
 
-def _field(text: str, key: str) -> str:
-    return text.partition(key)[2].split("]", 1)[0].split(",", 1)[0]
+def _differing(first: str, second: str) -> Cause:
+    """By what two calls differ in, as torch prints them."""
+    operations, sizes, types = (
+        first.partition(key)[2].split("]", 1)[0].split(",", 1)[0]
+        != second.partition(key)[2].split("]", 1)[0].split(",", 1)[0]
+        for key in ("OpType=", "TensorShape=", "TensorDtypes=")
+    )
+    # Where sizes and types both differ they are different calls of one operation.
+    if operations or (sizes and types):
+        return "collective_mismatch"
+    return "dtype_mismatch" if types else "size_mismatch"
 
 
 def _short(call: str) -> str:
     return call.split(", TensorDeviceTypes", 1)[0].replace("CollectiveFingerPrint(", "")
 
 
-# Code of a data set, of which ordinary steps make no collective.
-_DATA_CODE = re.compile(
-    r"^(?:__getitem__|__iter__|__next__|collate\w*|\w*(?:build|make|prepare|create)_\w*data\w*)$"
-)
+_ORDER = "the order in which the code is meant to use these groups"
 
 
-def lone_call_from_data(s: Situation) -> Hypothesis | None:
-    """One rank in a collective that its data code called, while all others wait for their data."""
-    ranks = [r for r in s.at("collective") if s.positions[r].path]
-    loading = s.at("dataloader")
-    if len(ranks) != 1 or len(loading) < 2 or len(loading) + 1 < len(s.alive):
+def crossed_groups(s: Situation) -> Hypothesis | None:
+    """Ranks wait for each other in different groups, which they entered in different orders.
+
+    Kernels of one process run in the order in which they were launched once the device has no room
+    for both: a rank that launched the other group's first holds up those that wait for it.
+    """
+    calls = {r: op for r, c in s.ranks.items() if (op := first_open(c.record)) and not op.p2p}
+    alone = _unlisted(s, calls)
+    homes = alone or _listed(s, calls)
+    blocks = [
+        Block([rank], awaited, f"ended its first call before {_call(s, rank, calls[rank])}")
+        for rank, (key, members) in homes.items()
+        if (awaited := [m for m in members if m in homes and homes[m][0] != key])
+    ]
+    graph = WaitGraph([*s.graph.sources, *blocks])
+    ranks = [node for node in graph.cycle if isinstance(node, int)]
+    # A rank that is behind, or a call that differs, explains the wait without any order.
+    if not ranks or graph.roots or (s.partings and not s.graph.cycle):
         return None
-    position = s.positions[ranks[0]]
-    users = user_frames(position.path)
-    if not any(_DATA_CODE.match(f.function) or "/data" in f.file for f in users[-3:]):
-        return None
+    crossing = _crossing(s, calls, homes, alone=bool(alone))
+    named = {_call(s, r, calls[r]) if r in homes else s.waits_in([r]): r for r in reversed(ranks)}
+    told = "; ".join(f"rank {r} in {call}" for call, r in [*reversed(named.items())][:4])
     return conclude(
         s,
-        "conditional_collective",
-        f"{name_ranks(ranks)} waits alone in {position.where}, which its data code calls, while "
-        f"{name_ranks(loading)} wait for their data loaders",
-        ranks=ranks,
-        sure="seen",
-        evidence=[*s.seen_at(ranks), *s.seen_at(loading, 3)],
-        waits=[Block(ranks, loading, f"entered {position.op}")],
-        remedy="take the collective out of the data code, or let every rank call it",
+        "cross_group_cycle",
+        f"{name_ranks(ranks)} wait for each other in different groups: {told}"
+        + (f"; {name_ranks(crossing)} crossed the order of the others" if crossing else ""),
+        ranks=crossing,
+        sure="likely" if crossing or alone or s.graph.cycle else "open",
+        evidence=s.recorded_at(ranks),
+        needed=["the order in which the code is meant to use these groups"],
+        waits=blocks,
     )
 
 
-def makes_a_lone_group(s: Situation) -> Hypothesis | None:
-    """Few ranks make a process group, in which all have to take part, and the others do not."""
-    inside = s.at("init")
-    if not lone_group(s, inside):
-        return None
-    outside = sorted(set(s.waiting).difference(inside))
-    return conclude(
-        s,
-        "conditional_collective",
-        f"{name_ranks(inside)} {verb(inside, 'makes', 'make')} a process group "
-        f"({s.positions[inside[0]].where}), in which all have to take part, while "
-        f"{name_ranks(outside)} {verb(outside, 'waits', 'wait')} in {s.waits_in(outside)}",
-        ranks=inside,
-        sure="likely",
-        evidence=[*s.seen_at(inside), *s.seen_at(outside, 3)],
-        waits=[Block(inside, outside, "entered the group's barrier")],
-        remedy="make the group on every rank, or on none",
-    )
+_Home = tuple[object, Collection[int]]  # the group of a rank's first open call, and its members
+
+
+def _call(s: Situation, rank: int, op: Operation) -> str:
+    label = next((g.label for g in s.facts.groups if g.names.get(rank) == op.group), op.group)
+    return f"{describe(op)} (number {op.seq} of {label})"
+
+
+def _listed(s: Situation, calls: Mapping[int, Operation]) -> dict[int, _Home]:
+    """Where all members of a dump are in one call, and none is through with it."""
+    groups = [g for g in s.facts.groups if len(g.views) > 1]
+    whole = [g for g in groups if len({view.pending for view in g.views.values()}) == 1]
+    of = {(r, name): (id(g), g.members) for g in whole for r, name in g.names.items()}
+    return {r: home for r, op in calls.items() if (home := of.get((r, op.group)))}
+
+
+def _unlisted(s: Situation, calls: Mapping[int, Operation]) -> dict[int, _Home]:
+    """Groups whose members no dump lists (gloo), where one rank waits alone in one of two.
+
+    A call in a group of one is done at once: the lone rank waits for others, who all wait in the
+    other group, which for want of any other rank waits for it.
+    """
+    kinds: set[object] = set()
+    for rank, op in calls.items():
+        record = s.ranks[rank].record
+        status = record.groups.get(op.group) if record else None
+        if status is None or status.members or status.description == "default_pg":
+            return {}
+        # Groups of other kinds (data, pipeline) have other members, and calls of their own.
+        kinds.add((status.description, op.name, op.sizes, op.dtypes, op.seq))
+    waiting = Counter(op.group for op in calls.values())
+    # Two groups of several ranks each may have nothing to do with each other. And every rank has to
+    # be seen waiting: one elsewhere would explain the wait by itself.
+    alone = len(waiting) == 2 and min(waiting.values()) == 1 and len(kinds) == 1
+    if not alone or set(calls) != s.expected_ranks:
+        return {}
+    return {r: (op.group, calls.keys()) for r, op in calls.items()}
+
+
+def _crossing(
+    s: Situation, calls: Mapping[int, Operation], homes: Mapping[int, _Home], *, alone: bool
+) -> list[int]:
+    """The side of two that left the order of its own calls before; empty where not all tell.
+
+    `alone`: the groups' members are not known, and one rank waits by itself in its own.
+    """
+    sides: dict[object, list[int]] = {}
+    for rank, (key, _) in homes.items():
+        sides.setdefault(key, []).append(rank)
+    if len(sides) != 2:
+        return []
+    few, many = sorted(sides.values(), key=len)
+    departing = s.departing({r: calls[r] for r in homes})
+    if alone:
+        # Of two ranks neither is named, as each is alone in its group; and what the ranks' own
+        # histories say must not name anybody else.
+        return few if len(many) > 1 and departing in ([], few) else []
+    known = all(s.departure(r, calls[r]).known for r in homes)
+    return departing if known and 2 * len(departing) <= len(homes) else []

@@ -7,7 +7,6 @@ from shakedown.diagnosis.analyze.classes import path_key
 from shakedown.diagnosis.analyze.graph import Block, WaitGraph
 from shakedown.diagnosis.analyze.model import Cause
 from shakedown.diagnosis.analyze.places import Placed
-from shakedown.diagnosis.analyze.posts import FinishedCalls, posts_of
 from shakedown.diagnosis.facts import ComponentFacts
 from shakedown.stacks.waits import weight_update
 
@@ -62,15 +61,10 @@ ELSEWHERE: dict[str, Elsewhere] = {
 
 def not_posted(s: Placed, _: WaitGraph) -> list[Block]:
     """Sends and receives of which the peer has not posted the other side, as its dump tells."""
-    posts = {rank: posts_of(s, rank) for rank in s.ranks}
-    done = FinishedCalls(s)
     return [
-        Block((rank,), (peer,), f"posted what rank {rank} waits for ({row[0]})")
-        for rank, by_peer in posts.items()
-        for peer, row in by_peer.items()
-        if rank not in posts.get(peer, {})
-        and not s.has_no_evidence(peer)
-        and not done.by_peer(row[0])
+        Block((post.rank,), (post.peer,), f"posted what rank {post.rank} waits for ({post})")
+        for post in s.messages.unanswered()
+        if not s.has_no_evidence(post.peer)
     ]
 
 

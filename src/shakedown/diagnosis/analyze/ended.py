@@ -56,7 +56,8 @@ def dead_rank(s: Situation) -> Hypothesis | None:
         killed if len(killed) < max(len(s.ranks), 2) else []
     )
     culprits = _first_of(s, culprits, raised)
-    if not culprits or (not s.dead and not raised and not own):
+    silent = not s.dead or _nobody_waits(s)
+    if not culprits or (silent and not raised and not own):
         return None
     # A stage that failed is over: a call that seems open had its end noted nowhere any more.
     over = s.facts.outcome is not None and s.facts.outcome.state == "failed"
@@ -66,11 +67,13 @@ def dead_rank(s: Situation) -> Hypothesis | None:
         return None  # alive, and the others are still in the loop: so does it here
     if len(culprits) == len(s.expected_ranks) and len(culprits) > 1:
         return _every_rank(s, raised, culprits)
-    first = culprits[0]
-    if lone is not None:
-        raised = {first: lone}
-    elif not raised and not own and _told_otherwise(s, culprits):
+    if lone is None and not raised and not own and _told_otherwise(s, culprits):
         return None
+    return _ended(s, culprits, raised if lone is None else {culprits[0]: lone})
+
+
+def _ended(s: Situation, culprits: list[int], raised: Mapping[int, LogEvent]) -> Hypothesis:
+    first = culprits[0]
     cause = _why_ended(s, first, raised.get(first))
     culprits = _of_the_gpu(s, culprits) if cause == "gpu_error" else culprits
     why, places = _death(s.ranks[culprits[0]], raised.get(culprits[0]))
@@ -110,26 +113,14 @@ _REPAIR = "repair what ended it, then start the stage again from its checkpoint"
 _OWN_CODE = ("user", "busy", "dataloader", "storage", "compile")
 
 
-def parted(s: Situation) -> Hypothesis | None:
+def _nobody_waits(s: Situation) -> bool:
     """Ranks ended, nothing tells how, and all others go on in code of their own.
 
     A rank with the smaller share of an evaluation, or that saves nothing, ends before the others.
     """
-    gone, others = s.dead, s.alive
-    silent = all(s.ranks[r].exit_code is None and not s.ranks[r].events for r in gone)
-    apart = all(s.positions[r].kind in _OWN_CODE and goes_on(s.ranks[r], s) for r in others)
-    if not (gone and others and silent and apart) or s.facts.outcome is not None or _uncaught(s):
-        return None
-    return conclude(
-        s,
-        "unknown",
-        f"{name_ranks(gone)} ended, and how is not known; {name_ranks(others)} "
-        f"{verb(others, 'goes', 'go')} on, and {verb(others, 'does', 'do')} not wait",
-        sure="open",
-        state="unknown",
-        evidence=[*s.seen_at(gone), *s.seen_at(others)],
-        needed=["its log or exit code", "a later look: whether the others come to wait"],
-    )
+    silent = all(s.ranks[r].exit_code is None and not s.ranks[r].events for r in s.dead)
+    apart = all(s.positions[r].kind in _OWN_CODE and goes_on(s.ranks[r], s) for r in s.alive)
+    return bool(s.dead and s.alive) and silent and apart and s.facts.outcome is None
 
 
 def _went_first(s: Situation) -> list[int]:

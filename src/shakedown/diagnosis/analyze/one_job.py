@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.classes import path_key
-from shakedown.diagnosis.analyze.divergence import holds
 from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks
 from shakedown.diagnosis.analyze.raised import is_victims
 from shakedown.diagnosis.analyze.situation import Situation
@@ -293,7 +292,7 @@ def progressing(s: Situation) -> Hypothesis | None:
     # All of them: in a hang some ranks may still move towards the call that the others wait in.
     if not s.alive or len(s.moving) < len(s.alive):
         return _prints_steps(s)
-    if any(holds(row) for row in s.divergences):
+    if any(row.holds for row in s.partings):
         return None  # their hosts go on for as long as calls can be enqueued
     suspected = s.facts.outcome is not None and s.facts.outcome.state == "hung"
     moved = f"all {len(s.moving)} ranks moved between two samples"

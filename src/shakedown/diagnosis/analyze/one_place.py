@@ -1,21 +1,22 @@
-"""Question 6: are all in one place? Nobody is named where nothing tells one from another."""
+"""Places alone, as stacks show them: who stands where, and what it leaves open."""
 
 import re
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shakedown.diagnosis.analyze.blocked import loader_worker
 from shakedown.diagnosis.analyze.causes import conclude
-from shakedown.diagnosis.analyze.classes import user_key
+from shakedown.diagnosis.analyze.classes import user_key, waiting_threads
 from shakedown.diagnosis.analyze.differ import describe
+from shakedown.diagnosis.analyze.edges import lone_group
+from shakedown.diagnosis.analyze.graph import Block
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
-from shakedown.diagnosis.analyze.position import Position, in_nccl_enqueue
+from shakedown.diagnosis.analyze.position import Position, in_nccl_enqueue, judge_path
 from shakedown.diagnosis.analyze.raised import is_victims
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.analyze.storage import seen_twice
 from shakedown.diagnosis.records import LogEvent
-from shakedown.stacks.frames import is_user, library_calls
+from shakedown.stacks.frames import is_user, library_calls, user_frames
 
 
 def all_blocked(s: Situation) -> Hypothesis | None:
@@ -39,24 +40,6 @@ def all_blocked(s: Situation) -> Hypothesis | None:
         sure="likely",
         evidence=[*[state.place for state in blocked[:4]], *s.seen_at(s.alive, 2)],
         needed=["the mount's own state: `dmesg` and the file system's client log of one node"],
-    )
-
-
-def all_in_loader(s: Situation) -> Hypothesis | None:
-    """Every rank waits for data: the storage or the data set, no single rank."""
-    inside = s.at("dataloader")
-    if not inside or len(inside) < len(s.alive):
-        return None
-    # In one look at a slow job all may be there, too.
-    if not any(seen_twice(s.ranks[r]) for r in inside) and not s.gave_up:
-        return None
-    extra, places = loader_worker(s, inside[0])
-    return conclude(
-        s,
-        "dataloader",
-        f"every rank waits for its data loader ({s.positions[inside[0]].where}{extra})",
-        sure="likely",
-        evidence=[*s.seen_at(inside), *places],
     )
 
 
@@ -240,36 +223,114 @@ def _common_call(s: Situation, rank: int) -> str:
     return "the same collective"
 
 
-# Done nowhere before all have entered: a broadcast's root may be done while others have not come.
-_SYMMETRIC = re.compile(r"all_?reduce|all_?gather|reduce_scatter|all_?to_?all|barrier")
-
-
-def half_done(s: Situation) -> Hypothesis | None:
-    """A call that is done on some ranks only: all have entered it, so no branch explains it."""
-    if s.graph:
+def two_threads(s: Situation) -> Hypothesis | None:
+    """Two threads of one process inside collectives: their order differs between ranks."""
+    ranks = [r for r in s.alive if _threads_inside(s, r) > 1 and not _own_groups(s, r)]
+    if not ranks:
         return None
-    for group in s.facts.groups:
-        undone = {r: v.pending for r, v in group.views.items() if v.pending}
-        for seq in sorted(set(undone.values())):
-            late = [r for r, pending in undone.items() if pending == seq]
-            done = [r for r, v in group.views.items() if v.completed >= seq]
-            op = group.views[late[0]].operations.get(seq)
-            name = op.name.split(":", 1)[-1] if op else "collective"
-            if not done or not _SYMMETRIC.search(name):
-                continue
-            return conclude(
-                s,
-                "unknown",
-                f"{name} (number {seq} of {group.label}) is done on {name_ranks(done)} and not on "
-                f"{name_ranks(late)}, which {verb(late, 'has', 'have')} entered it",
-                sure="open",
-                evidence=[c.record.place for r in [*late, *done][:6] if (c := s.ranks[r]).record],
-                needed=[
-                    "a second Flight Recorder dump: the first may have been taken in between",
-                    f"GPU errors of {name_ranks(late)} (nvidia-smi -q, dmesg)",
-                ],
-            )
-    return None
+    return conclude(
+        s,
+        "two_threads_one_group",
+        f"{name_ranks(ranks)} {verb(ranks, 'waits', 'wait')} in collectives from two "
+        "threads at once",
+        # Nobody is named: stacks do not show whose order is wrong.
+        sure="open",
+        evidence=s.seen_at(ranks),
+        needed=["Flight Recorder dumps, for the order of the two threads' calls on each rank"],
+    )
+
+
+def _own_groups(s: Situation, rank: int) -> bool:
+    """The open calls of the dump are on one group each: every thread has its own."""
+    record = s.ranks[rank].record
+    groups = [op.group for op in record.operations if not op.done] if record else []
+    return len(groups) > 1 and len(set(groups)) == len(groups)
+
+
+def _threads_inside(s: Situation, rank: int) -> int:
+    stack = s.ranks[rank].stack
+    path = stack.main.frames if stack and stack.main else ()
+    # Two main threads: the text is of several processes, which nothing tells apart.
+    if stack and sum(t.frames[0].function == "<module>" for t in stack.threads if t.frames) > 1:
+        return 0
+    # In a backward pass the main thread only waits for those that run it.
+    backward = path and path[-1].function in ("_engine_run_backward", "run_backward", "backward")
+    main = judge_path(path).kind in ("collective", "p2p") and not backward
+    return main + len(waiting_threads(s.ranks[rank]))
+
+
+_SENDS = frozenset({"send", "isend", "send_object_list"})
+_RECEIVES = frozenset({"recv", "irecv", "recv_object_list"})
+
+
+def one_way(s: Situation) -> Hypothesis | None:
+    """From stacks: every rank sends, or every rank receives, so nobody takes the other part."""
+    ranks = s.at("p2p")
+    if len(ranks) < 2 or set(ranks) != s.expected_ranks:
+        return None
+    calls = {s.positions[r].op for r in ranks}
+    if not calls <= _SENDS and not calls <= _RECEIVES:
+        return None
+    what = "send" if calls <= _SENDS else "receive"
+    return conclude(
+        s,
+        "pipeline_order",
+        f"all {len(ranks)} ranks {what} ({s.positions[ranks[0]].where}) and nobody takes the "
+        "other part",
+        sure="likely",
+        evidence=s.seen_at(ranks),
+        needed=["the order in which the schedule means the ranks to send and receive"],
+        remedy="post both in one batch (batch_isend_irecv), or let every second rank receive first",
+    )
+
+
+# Code of a data set, of which ordinary steps make no collective.
+_DATA_CODE = re.compile(
+    r"^(?:__getitem__|__iter__|__next__|collate\w*|\w*(?:build|make|prepare|create)_\w*data\w*)$"
+)
+
+
+def lone_call_from_data(s: Situation) -> Hypothesis | None:
+    """One rank in a collective that its data code called, while all others wait for their data."""
+    ranks = [r for r in s.at("collective") if s.positions[r].path]
+    loading = s.at("dataloader")
+    if len(ranks) != 1 or len(loading) < 2 or len(loading) + 1 < len(s.alive):
+        return None
+    position = s.positions[ranks[0]]
+    users = user_frames(position.path)
+    if not any(_DATA_CODE.match(f.function) or "/data" in f.file for f in users[-3:]):
+        return None
+    return conclude(
+        s,
+        "conditional_collective",
+        f"{name_ranks(ranks)} waits alone in {position.where}, which its data code calls, while "
+        f"{name_ranks(loading)} wait for their data loaders",
+        ranks=ranks,
+        sure="seen",
+        evidence=[*s.seen_at(ranks), *s.seen_at(loading, 3)],
+        waits=[Block(ranks, loading, f"entered {position.op}")],
+        remedy="take the collective out of the data code, or let every rank call it",
+    )
+
+
+def makes_a_lone_group(s: Situation) -> Hypothesis | None:
+    """Few ranks make a process group, in which all have to take part, and the others do not."""
+    inside = s.at("init")
+    if not lone_group(s, inside):
+        return None
+    outside = sorted(set(s.waiting).difference(inside))
+    return conclude(
+        s,
+        "conditional_collective",
+        f"{name_ranks(inside)} {verb(inside, 'makes', 'make')} a process group "
+        f"({s.positions[inside[0]].where}), in which all have to take part, while "
+        f"{name_ranks(outside)} {verb(outside, 'waits', 'wait')} in {s.waits_in(outside)}",
+        ranks=inside,
+        sure="likely",
+        evidence=[*s.seen_at(inside), *s.seen_at(outside, 3)],
+        waits=[Block(inside, outside, "entered the group's barrier")],
+        remedy="make the group on every rank, or on none",
+    )
 
 
 def unknown(s: Situation) -> Hypothesis:

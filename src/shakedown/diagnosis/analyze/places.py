@@ -8,6 +8,7 @@ from itertools import islice
 from shakedown.diagnosis.analyze.classes import path_key
 from shakedown.diagnosis.analyze.model import State
 from shakedown.diagnosis.analyze.position import Position, position_of
+from shakedown.diagnosis.analyze.sequences import Messages
 from shakedown.diagnosis.facts import ComponentFacts, Facts
 from shakedown.diagnosis.read.clock import since
 from shakedown.diagnosis.read.placements import ENGINE
@@ -180,6 +181,11 @@ class Placed:
         known = [r for r in ranks if r in self.ranks][:8]
         dumps = [record.place for r in known if (record := self.ranks[r].record)]
         return [*dumps, *self.seen_at(known, 4)]
+
+    @cached_property
+    def messages(self) -> Messages:
+        """Sends and receives as the dumps have them."""
+        return Messages(self.ranks, tuple(sorted(self.expected_ranks)))
 
     @cached_property
     def moving(self) -> list[int]:

@@ -1,10 +1,11 @@
-"""Question 4 of roles: trainers that starve, and who should have brought the batch.
+"""Roles, that is all that is no rank: those that ended, and those for which trainers starve.
 
 Ranks that wait for a batch are victims: nothing here ever names one.
 """
 
 import re
 
+from shakedown.diagnosis.actors import of_ray
 from shakedown.diagnosis.analyze.causes import Strength, conclude
 from shakedown.diagnosis.analyze.classes import path_key
 from shakedown.diagnosis.analyze.graph import Block
@@ -13,6 +14,7 @@ from shakedown.diagnosis.analyze.raised import cause_of, root_exception
 from shakedown.diagnosis.analyze.servers import outlived, stands_still, went_on
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts
+from shakedown.diagnosis.read.ray import HEAD
 from shakedown.diagnosis.records import LogEvent, SourceRef
 from shakedown.stacks.frames import Frame, user_frames
 
@@ -284,27 +286,46 @@ def dead_role(s: Situation) -> Hypothesis | None:
     return None
 
 
-def weight_sync(s: Situation) -> Hypothesis | None:
-    """Trainers stand in the weight update: the other side does not take part."""
-    inside = [r for r, c in s.ranks.items() if c.beat and c.beat.beat.phase == "weight_sync"]
-    if not inside or len(inside) < len(s.alive):
-        return None
-    server = s.facts.roles.get(INFERENCE)
-    orchestrator = s.facts.roles.get(ORCHESTRATOR)
-    roles = [ORCHESTRATOR if orchestrator else INFERENCE]
-    if server and (_gone(server) or server.event("server_unhealthy")):
-        roles, orchestrator = [INFERENCE], None
-    why, more = f"the {roles[0]} does not answer", list[SourceRef]()
-    if orchestrator and orchestrator.path:
-        roles, why, more = _one_sided(orchestrator, server)
-    places = [c.beat.place for r in inside if (c := s.ranks[r]).beat]
+def ray_ended(s: Situation) -> Hypothesis | None:
+    """Without its head a Ray cluster ends within a minute, and no call between actors is made."""
+    head = s.facts.roles.get(HEAD)
+    event = head.event("server_unhealthy") if head else None
+    if event is None:
+        return _actor_ended(s)
     return conclude(
         s,
-        "weight_sync_one_sided",
-        f"every trainer rank waits in the weight update: {why}",
-        roles=roles,
-        sure="likely",
-        evidence=[*more, *places[:4]],
-        needed=["logs and stacks of the orchestrator and the server"],
-        waits=[Block(inside, roles, "taken part in the weight update")],
+        "server_unhealthy",
+        event.text,
+        roles=[HEAD],
+        sure="told",
+        evidence=[event.place],
+        remedy="read gcs_server.out and gcs_server.err in Ray's session folder; start the stage "
+        "again from its checkpoint",
+    )
+
+
+def _actor_ended(s: Situation) -> Hypothesis | None:
+    roles = {role: c for role, c in s.facts.roles.items() if of_ray(role)}
+    died = {role: e for role, c in roles.items() if (e := c.event("exit")) is not None}
+    states = {r: c.state for r, c in roles.items() if c.state}
+    gone = {r: state for r, state in states.items() if state.state in "XZ"}
+    stopped = {r: state for r, state in states.items() if state.state == "T"}
+    named = died or gone or stopped
+    if not named:
+        return None
+    how, remedy = "ended: its process is gone", ""
+    if died:
+        remedy = "read the end of its log in Ray's session folder, and dmesg of its node"
+    elif not gone:
+        how = "is stopped (process state T)"
+        remedy = "find who sent SIGSTOP; kill -CONT lets the run go on"
+    return conclude(
+        s,
+        "missing_rank",
+        next(iter(died.values())).text if died else f"{', '.join(sorted(named)[:4])} {how}",
+        roles=list(named),
+        sure="told",
+        evidence=[record.place for record in named.values()][:6],
+        remedy=remedy,
+        blame="environment",
     )

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from shakedown.diagnosis.analyze.divergence import CallDivergence, find_divergences
 from shakedown.diagnosis.analyze.edges import SOURCES
 from shakedown.diagnosis.analyze.graph import WaitGraph, group_waits
 from shakedown.diagnosis.analyze.pattern import Departure, departure
 from shakedown.diagnosis.analyze.places import Placed
+from shakedown.diagnosis.analyze.sequences import Parting, find_partings
 from shakedown.diagnosis.records import Operation
 
 
@@ -41,8 +41,9 @@ class Situation(Placed):
         return told or (first.owes.partition(" ")[2] if first else "a collective")
 
     @cached_property
-    def divergences(self) -> list[CallDivergence]:
-        return find_divergences(self.facts.groups)
+    def partings(self) -> list[Parting]:
+        """Where the calls of a group's ranks part, hardest evidence first."""
+        return find_partings(self.facts.groups)
 
     def departure(self, rank: int, op: Operation) -> Departure:
         """Whether `op` departs from what `rank` did before."""

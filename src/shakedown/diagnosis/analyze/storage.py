@@ -1,11 +1,11 @@
 """Question 4 of file systems: checkpoints that are not written, ranks and heartbeats blocked."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache
 
-from shakedown.diagnosis.analyze.causes import CONFIDENCE, TABLE, Strength, conclude
+from shakedown.diagnosis.analyze.causes import CONFIDENCE, TABLE, conclude
 from shakedown.diagnosis.analyze.classes import path_key
 from shakedown.diagnosis.analyze.graph import Block
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
@@ -172,13 +172,22 @@ def heartbeat_blocked(s: Situation) -> Hypothesis | None:
     blocked = _blocked_heartbeats(s)
     if not blocked or not all(_moves(component) for component in blocked):
         return None
-    return _heartbeat_storage(s, blocked, ", while it goes on itself", sure="told")
-
-
-def heartbeat_and_rank_blocked(s: Situation) -> Hypothesis | None:
-    """The rank stands as well: perhaps in its log or its data, on the same file system."""
-    blocked = _blocked_heartbeats(s)
-    return _heartbeat_storage(s, blocked, "", sure="open") if blocked else None
+    # The nodes are named where others have no such trouble; else it is the file system's.
+    first, hosts = blocked[0], {c.host for c in blocked} - {""}
+    others = {c.host for c in [*s.ranks.values(), *s.facts.roles.values()]} - hosts - {""}
+    at = f" on {first.host}" if first.host else ""
+    also = f"; so do {len(blocked) - 1} more" if len(blocked) > 1 else ""
+    return conclude(
+        s,
+        "storage",
+        f"the thread of {first.name}{at} that writes its heartbeat stands in a call of the file "
+        f"system in every sample, while it goes on itself{also}",
+        nodes=sorted(hosts) if others and len(hosts) <= len(others) else [],
+        sure="told",
+        evidence=[c.stacks[-1].place for c in blocked[:6]],
+        remedy="see whether the file system of the results folder answers on that node and has "
+        "room: df, dmesg, mount",
+    )
 
 
 def _blocked_heartbeats(s: Situation) -> list[ComponentFacts]:
@@ -201,27 +210,6 @@ def _writes(stack: Stack) -> bool:
 
 def _moves(component: ComponentFacts) -> bool:
     return len({path_key(st.main.frames) for st in component.stacks if st.main}) > 1
-
-
-def _heartbeat_storage(
-    s: Situation, blocked: Sequence[ComponentFacts], more: str, *, sure: Strength
-) -> Hypothesis:
-    """The nodes are named where others have no such trouble; else it is the file system's."""
-    first, hosts = blocked[0], {c.host for c in blocked} - {""}
-    others = {c.host for c in [*s.ranks.values(), *s.facts.roles.values()]} - hosts - {""}
-    at = f" on {first.host}" if first.host else ""
-    also = f"; so do {len(blocked) - 1} more" if len(blocked) > 1 else ""
-    return conclude(
-        s,
-        "storage",
-        f"the thread of {first.name}{at} that writes its heartbeat stands in a call of the file "
-        f"system in every sample{more}{also}",
-        nodes=sorted(hosts) if others and len(hosts) <= len(others) else [],
-        sure=sure,
-        evidence=[c.stacks[-1].place for c in blocked[:6]],
-        remedy="see whether the file system of the results folder answers on that node and has "
-        "room: df, dmesg, mount",
-    )
 
 
 def seen_twice(component: ComponentFacts) -> bool:

@@ -23,7 +23,7 @@ def weights_by_stack(s: Situation) -> Hypothesis | None:
     inside = [r for r in s.alive if _hands_over(s, r)]
     others = [r for r in s.alive if r not in inside]
     # Each of these explains the wait without the engine.
-    if not inside or s.dead or s.calls.roots or s.divergences:
+    if not inside or s.dead or s.calls.roots or s.partings:
         return None
     if any(s.positions[r].kind not in _WAITS for r in others):
         return None  # who stands elsewhere explains it better
