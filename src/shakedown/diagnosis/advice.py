@@ -14,7 +14,6 @@ from shakedown.slurm.hostlist import is_node_name
 
 _LINK = frozenset({"network", "nccl_internal"})
 _AGAIN = "while the job stands: sample it again (--match: a part of the command line)"
-_DEAD = frozenset({"node_dead"})
 _CALLS = frozenset(
     "collective_mismatch conditional_collective size_mismatch dtype_mismatch "
     "cross_group_cycle".split()
@@ -41,7 +40,6 @@ def steps(verdict: Verdict) -> list[tuple[str, str]]:
 
 # Causes that lie in the machines: these are looked at before the next run.
 _MACHINES = frozenset({"network", "nccl_internal", "node_dead", "storage", "gpu_error"})
-_SERVERS = frozenset({"server_unhealthy"})
 _TITLE = re.compile(r"(\w+::)")  # of a process that names itself, as Ray's and vLLM's do
 _SCRIPT = re.compile(r"(?:^|[\s/])([\w.-]{1,80}\.py)\b")
 
@@ -78,7 +76,7 @@ def next_command(
 
 def _of_stage(chosen: Hypothesis, attempt: Path) -> str:
     """To see what the server of a stage of ours does."""
-    if chosen.cause not in _SERVERS:
+    if chosen.cause != "server_unhealthy":
         return ""
     return f"shakedown status {shlex.quote(str(attempt.parents[3]))}"
 
@@ -105,7 +103,7 @@ def _commands(diagnosis: Mapping[str, Any], verdict: Verdict) -> list[tuple[str,
     found = []
     if cause in _LINK and not verdict.next.startswith("shakedown preflight"):
         found.append(("check the nodes and their links", "shakedown preflight --out preflight"))
-    if cause in _DEAD and nodes:
+    if cause == "node_dead" and nodes:
         listed = shlex.quote(",".join(nodes[:8]))
         found.append(("see why Slurm gave the node up", f"scontrol show node {listed}"))
     if cause in _PROCESS and "hang collect" not in verdict.next:

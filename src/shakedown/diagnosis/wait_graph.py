@@ -60,6 +60,8 @@ def merge(
         classes: rank -> number of its class.
         culprit: names of culprits: `rank 3`, `orchestrator`.
     """
+    if not wait_for:
+        return Graph()
     why: dict[Pair, list[str]] = defaultdict(list)
     for row in wait_for:
         why[row["from"], row["to"]].append(row["why"])

@@ -46,13 +46,19 @@ def past_the_loop(s: Situation) -> Hypothesis | None:
 
 def _is_beyond(s: Situation, rank: int, other: int) -> bool:
     """Further down in the very function: `other` has not come there, whatever it is called."""
-    mine, theirs = user_frames(s.positions[rank].path), user_frames(s.positions[other].path)
-    pairs = list(zip(mine, theirs, strict=False))
-    shared = next((i for i, (a, b) in enumerate(pairs) if frame_key(a) != frame_key(b)), None)
-    if shared is None or shared != len(mine) - 1:
-        return False
-    here, there = pairs[shared]
-    return frame_key(here)[:2] == frame_key(there)[:2] and here.line > there.line > 0
+    return _further(s.positions[rank].path, s.positions[other].path) is not None
+
+
+def _further(path: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, Frame] | None:
+    """The lines of one function at which both part: the last of `path`, an earlier of `other`."""
+    mine, theirs = user_frames(path), user_frames(other)
+    pairs = enumerate(zip(mine, theirs, strict=False))
+    at = next((i for i, (a, b) in pairs if frame_key(a) != frame_key(b)), None)
+    if at is None or at != len(mine) - 1:
+        return None
+    here, there = mine[at], theirs[at]
+    same = frame_key(here)[:2] == frame_key(there)[:2]
+    return (here, there) if same and here.line > there.line > 0 else None
 
 
 def _schedule_left(s: Situation, left: list[int], stay: list[int]) -> Hypothesis:
@@ -104,17 +110,13 @@ def _returned_from(path: tuple[Frame, ...], other: tuple[Frame, ...]) -> bool:
 
     A branch inside the loop looks alike: there the calls diverge in the loop's own function.
     """
-    mine, theirs = user_frames(path), user_frames(other)
-    pairs = zip(mine, theirs, strict=False)
-    shared = next((i for i, (a, b) in enumerate(pairs) if frame_key(a) != frame_key(b)), None)
-    if shared is None or shared != len(mine) - 1:
+    pair = _further(path, other)
+    if pair is None:
         return False
-    here, there = mine[shared], theirs[shared]
+    here, there = pair
     called = _called_from(other, there)
     return (
-        frame_key(here)[:2] == frame_key(there)[:2]
-        and here.line > there.line > 0
-        and not _LOOP_ITSELF.search(here.function)
+        not _LOOP_ITSELF.search(here.function)
         and _WHOLE_LOOP.search(called) is not None
         and not _ONE_STEP.search(called)
     )

@@ -356,9 +356,6 @@ def _short(call: str) -> str:
     return call.split(", TensorDeviceTypes", 1)[0].replace("CollectiveFingerPrint(", "")
 
 
-_ORDER = "the order in which the code is meant to use these groups"
-
-
 def crossed_groups(s: Situation) -> Hypothesis | None:
     """Ranks wait for each other in different groups, which they entered in different orders.
 

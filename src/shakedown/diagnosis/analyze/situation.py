@@ -24,7 +24,8 @@ class Situation(Placed):
     def graph(self) -> WaitGraph:
         """The waits that any evidence shows; counters first, which know for whom a rank waits."""
         graph = self.calls
-        for source in SOURCES:
+        several = len(self.expected_ranks) > 1
+        for source in SOURCES if several else ():
             graph = WaitGraph([*graph.sources, *source(self, graph)])
         return graph
 
