@@ -23,6 +23,12 @@ def path_key(path: tuple[Frame, ...]) -> tuple[tuple[str, str, int], ...]:
     return tuple(map(frame_key, python_frames(path) or path))
 
 
+def paths_seen(component: ComponentFacts) -> list[Key]:
+    """The main thread's path at each look."""
+    found = {st.sample: path_key(st.main.frames) for st in component.stacks if st.main}
+    return list(found.values())
+
+
 @lru_cache(4096)
 def user_key(path: tuple[Frame, ...]) -> tuple[tuple[str, str, int], ...]:
     """The user's own frames of a call path as a key."""

@@ -2,9 +2,8 @@
 
 import math
 import re
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.cleanup import left_the_loop
@@ -356,97 +355,109 @@ def _short(call: str) -> str:
     return call.split(", TensorDeviceTypes", 1)[0].replace("CollectiveFingerPrint(", "")
 
 
+@dataclass(frozen=True)
+class _Side:
+    """Ranks whose first open call is one call of a group, and who may be in that group."""
+
+    call: str
+    ranks: list[int]
+    members: Collection[int]
+
+
 def crossed_groups(s: Situation) -> Hypothesis | None:
     """Ranks wait for each other in different groups, which they entered in different orders.
 
     Kernels of one process run in the order in which they were launched once the device has no room
     for both: a rank that launched the other group's first holds up those that wait for it.
     """
+    # A rank that is behind, or a call that differs, explains the wait without any order.
+    if s.graph.roots or (s.partings and not s.graph.cycle):
+        return None
     calls = {r: op for r, c in s.ranks.items() if (op := first_open(c.record)) and not op.p2p}
-    alone = _unlisted(s, calls)
-    homes = alone or _listed(s, calls)
+    lone = _lone_side(s, calls)
+    sides = lone or _sides(s, calls)
+    inside = {rank for side in sides for rank in side.ranks}
     blocks = [
-        Block([rank], awaited, f"ended its first call before {_call(s, rank, calls[rank])}")
-        for rank, (key, members) in homes.items()
-        if (awaited := [m for m in members if m in homes and homes[m][0] != key])
+        Block(side.ranks, awaited, f"ended its first call before {side.call}")
+        for side in sides
+        if (awaited := sorted(inside.intersection(side.members).difference(side.ranks)))
     ]
     graph = WaitGraph([*s.graph.sources, *blocks])
     ranks = [node for node in graph.cycle if isinstance(node, int)]
-    # A rank that is behind, or a call that differs, explains the wait without any order.
-    if not ranks or graph.roots or (s.partings and not s.graph.cycle):
+    if not ranks or graph.roots:
         return None
-    crossing = _crossing(s, calls, homes, alone=bool(alone))
-    named = {_call(s, r, calls[r]) if r in homes else s.waits_in([r]): r for r in reversed(ranks)}
-    told = "; ".join(f"rank {r} in {call}" for call, r in [*reversed(named.items())][:4])
+    places = {side.call: side.ranks for side in sides}
+    for rank in ranks if not sides else ():
+        places.setdefault(s.waits_in([rank]), []).append(rank)
+    told = "; ".join(f"{name_ranks(row)} in {call}" for call, row in list(places.items())[:4])
+    named = _crossing(s, calls, sides, lone=bool(lone))
     return conclude(
         s,
         "cross_group_cycle",
         f"{name_ranks(ranks)} wait for each other in different groups: {told}"
-        + (f"; {name_ranks(crossing)} crossed the order of the others" if crossing else ""),
-        ranks=crossing,
-        sure="likely" if crossing or alone or s.graph.cycle else "open",
+        + (f"; {name_ranks(named)} crossed the order of the others" if named else ""),
+        ranks=named,
+        sure="likely" if named or lone or s.graph.cycle else "open",
         evidence=s.recorded_at(ranks),
         needed=["the order in which the code is meant to use these groups"],
         waits=blocks,
     )
 
 
-_Home = tuple[object, Collection[int]]  # the group of a rank's first open call, and its members
+def _sides(s: Situation, calls: Mapping[int, Operation]) -> list[_Side]:
+    """Of groups of which all members are in one call, and none is through with it."""
+    sides = []
+    for group in s.facts.groups:
+        ranks = [r for r, name in group.names.items() if r in calls and calls[r].group == name]
+        if ranks and len(group.views) > 1 and len({v.pending for v in group.views.values()}) == 1:
+            op = calls[ranks[0]]
+            told = f"{describe(op)} (number {op.seq} of {group.label})"
+            sides.append(_Side(told, ranks, group.members))
+    return sides
 
 
-def _call(s: Situation, rank: int, op: Operation) -> str:
-    label = next((g.label for g in s.facts.groups if g.names.get(rank) == op.group), op.group)
-    return f"{describe(op)} (number {op.seq} of {label})"
-
-
-def _listed(s: Situation, calls: Mapping[int, Operation]) -> dict[int, _Home]:
-    """Where all members of a dump are in one call, and none is through with it."""
-    groups = [g for g in s.facts.groups if len(g.views) > 1]
-    whole = [g for g in groups if len({view.pending for view in g.views.values()}) == 1]
-    of = {(r, name): (id(g), g.members) for g in whole for r, name in g.names.items()}
-    return {r: home for r, op in calls.items() if (home := of.get((r, op.group)))}
-
-
-def _unlisted(s: Situation, calls: Mapping[int, Operation]) -> dict[int, _Home]:
-    """Groups whose members no dump lists (gloo), where one rank waits alone in one of two.
+def _lone_side(s: Situation, calls: Mapping[int, Operation]) -> list[_Side]:
+    """Two groups whose members no dump lists (gloo), where one rank waits alone in one of them.
 
     A call in a group of one is done at once: the lone rank waits for others, who all wait in the
     other group, which for want of any other rank waits for it.
     """
     kinds: set[object] = set()
+    waiting: dict[str, list[int]] = {}
     for rank, op in calls.items():
         record = s.ranks[rank].record
         status = record.groups.get(op.group) if record else None
         if status is None or status.members or status.description == "default_pg":
-            return {}
+            return []
         # Groups of other kinds (data, pipeline) have other members, and calls of their own.
         kinds.add((status.description, op.name, op.sizes, op.dtypes, op.seq))
-    waiting = Counter(op.group for op in calls.values())
+        waiting.setdefault(op.group, []).append(rank)
     # Two groups of several ranks each may have nothing to do with each other. And every rank has to
     # be seen waiting: one elsewhere would explain the wait by itself.
-    alone = len(waiting) == 2 and min(waiting.values()) == 1 and len(kinds) == 1
+    alone = len(waiting) == 2 and min(map(len, waiting.values())) == 1 and len(kinds) == 1
     if not alone or set(calls) != s.expected_ranks:
-        return {}
-    return {r: (op.group, calls.keys()) for r, op in calls.items()}
+        return []
+    ops = {name: calls[ranks[0]] for name, ranks in waiting.items()}
+    return [
+        _Side(
+            f"{describe(ops[name])} (number {ops[name].seq} of group {name})", ranks, calls.keys()
+        )
+        for name, ranks in waiting.items()
+    ]
 
 
 def _crossing(
-    s: Situation, calls: Mapping[int, Operation], homes: Mapping[int, _Home], *, alone: bool
+    s: Situation, calls: Mapping[int, Operation], sides: Sequence[_Side], *, lone: bool
 ) -> list[int]:
-    """The side of two that left the order of its own calls before; empty where not all tell.
-
-    `alone`: the groups' members are not known, and one rank waits by itself in its own.
-    """
-    sides: dict[object, list[int]] = {}
-    for rank, (key, _) in homes.items():
-        sides.setdefault(key, []).append(rank)
+    """The side of two that left the order of its own calls before; empty where not all tell."""
     if len(sides) != 2:
         return []
-    few, many = sorted(sides.values(), key=len)
-    departing = s.departing({r: calls[r] for r in homes})
-    if alone:
+    few, many = sorted((side.ranks for side in sides), key=len)
+    departing = s.departing({r: calls[r] for r in (*few, *many)})
+    if lone:
         # Of two ranks neither is named, as each is alone in its group; and what the ranks' own
         # histories say must not name anybody else.
         return few if len(many) > 1 and departing in ([], few) else []
-    known = all(s.departure(r, calls[r]).known for r in homes)
-    return departing if known and 2 * len(departing) <= len(homes) else []
+    known = all(s.departure(r, calls[r]).known for r in (*few, *many))
+    one_side = departing in (sorted(few), sorted(many))
+    return departing if known and one_side and 2 * len(departing) <= len(few) + len(many) else []

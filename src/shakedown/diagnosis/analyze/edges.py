@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shakedown.diagnosis.analyze.classes import path_key
+from shakedown.diagnosis.analyze.classes import paths_seen
 from shakedown.diagnosis.analyze.graph import Block, WaitGraph
 from shakedown.diagnosis.analyze.model import Cause
 from shakedown.diagnosis.analyze.places import Placed
@@ -134,8 +134,8 @@ def launched_less(s: Placed, graph: WaitGraph) -> list[Block]:
 
 def _stood(component: ComponentFacts) -> bool:
     """At least two samples of the main thread, all on one path."""
-    paths = {st.sample: path_key(st.main.frames) for st in component.stacks if st.main}
-    return len(paths) > 1 and len(set(paths.values())) == 1
+    paths = paths_seen(component)
+    return len(paths) > 1 and len(set(paths)) == 1
 
 
 def not_joined(s: Placed, _: WaitGraph) -> list[Block]:

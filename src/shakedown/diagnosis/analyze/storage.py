@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from shakedown.diagnosis.analyze.causes import CONFIDENCE, TABLE, conclude
-from shakedown.diagnosis.analyze.classes import path_key
+from shakedown.diagnosis.analyze.classes import paths_seen
 from shakedown.diagnosis.analyze.graph import Block
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.position import judge_path
@@ -170,7 +170,7 @@ def told_of(s: Situation, ranks: Collection[int]) -> list[LogEvent]:
 def heartbeat_blocked(s: Situation) -> Hypothesis | None:
     """A rank seems to stand still and works: only the thread that writes its heartbeat stands."""
     blocked = _blocked_heartbeats(s)
-    if not blocked or not all(_moves(component) for component in blocked):
+    if not blocked or not all(len(set(paths_seen(part))) > 1 for part in blocked):
         return None
     # The nodes are named where others have no such trouble; else it is the file system's.
     first, hosts = blocked[0], {c.host for c in blocked} - {""}
@@ -208,12 +208,8 @@ def _writes(stack: Stack) -> bool:
     )
 
 
-def _moves(component: ComponentFacts) -> bool:
-    return len({path_key(st.main.frames) for st in component.stacks if st.main}) > 1
-
-
 def seen_twice(component: ComponentFacts) -> bool:
     """Two samples that agree: of the stack, or of the state in the kernel."""
-    paths = {st.sample: path_key(st.main.frames) for st in component.stacks if st.main}
     states = {row.sample: (row.state, row.wchan) for row in component.states}
-    return any(len(rows) > 1 and len(set(rows.values())) == 1 for rows in (paths, states))
+    looks: list[list[tuple[object, ...]]] = [paths_seen(component), list(states.values())]
+    return any(len(rows) > 1 and len(set(rows)) == 1 for rows in looks)
