@@ -96,6 +96,8 @@ RULES: Sequence[Rule] = (
     Rule(storage.blocked_on_a_node, ("state",)),
     Rule(blocked.blocked_by_ranks, ("others",), of_a_moment=True),
     Rule(cleanup.uneven, ("beat",), of_a_moment=True),
+    # Late, as this rank stands itself: the file system may not be what holds it.
+    Rule(storage.heartbeat_and_rank_blocked, ("looks",)),
     Rule(blocked.told_missing, ("missing_ranks", "ras")),
     Rule(blocked.too_few_joined, ("missing_ranks",)),
     Rule(blocked.did_not_time_out, ("timeout",)),

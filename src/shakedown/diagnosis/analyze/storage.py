@@ -1,11 +1,11 @@
 """Question 4 of file systems: checkpoints that are not written, ranks and heartbeats blocked."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from shakedown.diagnosis.analyze.causes import CONFIDENCE, TABLE, conclude
+from shakedown.diagnosis.analyze.causes import CONFIDENCE, TABLE, Strength, conclude
 from shakedown.diagnosis.analyze.classes import paths_seen
 from shakedown.diagnosis.analyze.graph import Block
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
@@ -172,7 +172,19 @@ def heartbeat_blocked(s: Situation) -> Hypothesis | None:
     blocked = _blocked_heartbeats(s)
     if not blocked or not all(len(set(paths_seen(part))) > 1 for part in blocked):
         return None
-    # The nodes are named where others have no such trouble; else it is the file system's.
+    return _heartbeat_storage(s, blocked, ", while it goes on itself", sure="told")
+
+
+def heartbeat_and_rank_blocked(s: Situation) -> Hypothesis | None:
+    """The rank stands as well: perhaps in its log or its data, on the same file system."""
+    blocked = _blocked_heartbeats(s)
+    return _heartbeat_storage(s, blocked, "", sure="open") if blocked else None
+
+
+def _heartbeat_storage(
+    s: Situation, blocked: Sequence[ComponentFacts], more: str, *, sure: Strength
+) -> Hypothesis:
+    """The nodes are named where others have no such trouble; else it is the file system's."""
     first, hosts = blocked[0], {c.host for c in blocked} - {""}
     others = {c.host for c in [*s.ranks.values(), *s.facts.roles.values()]} - hosts - {""}
     at = f" on {first.host}" if first.host else ""
@@ -181,9 +193,9 @@ def heartbeat_blocked(s: Situation) -> Hypothesis | None:
         s,
         "storage",
         f"the thread of {first.name}{at} that writes its heartbeat stands in a call of the file "
-        f"system in every sample, while it goes on itself{also}",
+        f"system in every sample{more}{also}",
         nodes=sorted(hosts) if others and len(hosts) <= len(others) else [],
-        sure="told",
+        sure=sure,
         evidence=[c.stacks[-1].place for c in blocked[:6]],
         remedy="see whether the file system of the results folder answers on that node and has "
         "room: df, dmesg, mount",
