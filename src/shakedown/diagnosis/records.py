@@ -53,6 +53,14 @@ def count_of(value: Any, otherwise: int) -> int:
     return value if type(value) is int and -MAX_COUNT <= value < MAX_COUNT else otherwise
 
 
+def shorten(text: str, limit: int = MAX_TEXT) -> str:
+    """`clean`, but cut in the middle: a long line often says at its end what happened."""
+    if len(text) <= limit:
+        return clean(text, limit)
+    tail = limit // 3
+    return f"{clean(text[: limit - tail - 5], limit)} ... {clean(text[-tail:], limit)}"
+
+
 @dataclass(frozen=True)
 class SourceRef:
     """Where a piece of evidence stands: file, line (0: the whole file), what it says."""
@@ -273,12 +281,13 @@ class NotableLine:
 
 
 class WriterEnd(NamedTuple):
-    """The last line of one writer of a log."""
+    """The last line of one writer of a log; `before`: a few lines above it, the latest first."""
 
     writer: str
     text: str
     place: SourceRef
     at: float | None = None
+    before: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

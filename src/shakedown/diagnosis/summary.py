@@ -17,7 +17,15 @@ from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import TRAINER, ComponentFacts, Facts
 from shakedown.diagnosis.groups import GroupFacts
 from shakedown.diagnosis.read.clock import since
-from shakedown.diagnosis.records import LogDigest, LogEvent, NotableLine, Stack, WriterEnd, clean
+from shakedown.diagnosis.records import (
+    LogDigest,
+    LogEvent,
+    NotableLine,
+    Stack,
+    WriterEnd,
+    clean,
+    shorten,
+)
 from shakedown.stacks.frames import Frame, python_frames, user_frames
 
 MAX_LINES = 12
@@ -249,7 +257,7 @@ def _notable(facts: Facts) -> Iterator[_Said]:
 def _line(rank: int | None, line: NotableLine) -> _Said:
     who = _names([w for w in line.writers if w]) or ("" if rank is None else f"rank {rank}")
     follows = line.weight >= 5 and is_victims_text(line.text)
-    text = clean(line.text, _LONGEST)
+    text = shorten(line.text, _LONGEST)
     return _Said(
         who, text, str(line.place), line.weight - follows, line.at, line.place.line, follows,
         line.count,
@@ -334,13 +342,16 @@ def title_of(stack: Stack) -> str:
     return f"process {stack.who.pid}" if stack.who.pid is not None else ""
 
 
+_TELLING = ("collective", "p2p", "storage")
+
+
 def _telling(stack: Stack) -> list[tuple[Frame, ...]]:
-    """The main thread's path, and those of other threads inside a call to other ranks."""
+    """The main thread's path, and those of threads that work or are in a call to other ranks."""
     main = stack.main
     paths = [main.frames] if main and main.frames else []
-    others = [t.frames for t in stack.threads if t is not main and t.frames]
-    waiting = [p for p in others if judge_path(p).kind in ("collective", "p2p", "storage")]
-    return [*paths, *waiting] or others[:1]
+    others = [t for t in stack.threads if t is not main and t.frames]
+    telling = [t.frames for t in others if t.active or judge_path(t.frames).kind in _TELLING]
+    return [*paths, *telling] or [t.frames for t in others[:1]]
 
 
 def describe_path(path: Sequence[Frame]) -> str:
@@ -430,6 +441,18 @@ def _logs(facts: Facts) -> Iterator[Seen]:
         groups[shape_of(end.text)[:120]].append((who, end))
     rows = [_log_row(found, latest) for found in groups.values()]
     yield from sorted(rows, key=lambda row: -row.weight)
+    yield from _lines_before(facts.digests)
+
+
+def _lines_before(digests: Sequence[LogDigest]) -> Iterator[Seen]:
+    """What stands above the last lines, where room is left: of few writers a few lines each."""
+    told = {shape_of(row.text)[:60] for digest in digests for row in digest.notable}
+    rows = [(end, text) for d in digests for end in d.ends for text in end.before[:8]]
+    for end, text in rows[:MAX_ROWS]:
+        if shape_of(text)[:60] not in told:
+            told.add(shape_of(text)[:60])
+            of = f"{end.writer}: " if end.writer else ""
+            yield Seen(f"before it: {of}{text}", end.place.path)
 
 
 def _is_told(digest: LogDigest, end: WriterEnd) -> bool:
@@ -443,7 +466,7 @@ def _log_row(found: Sequence[tuple[str, WriterEnd]], latest: float | None) -> Se
     age = since(end.at, latest) if end.at is not None and latest is not None else 0.0
     silent = f" {_age(age)} before the end" if age >= 1 else ""
     writers = _names(dict.fromkeys(writer for writer, _ in found))
-    return Seen(f"last line of {writers}{silent}: {clean(end.text, 160)}", str(end.place), age)
+    return Seen(f"last line of {writers}{silent}: {shorten(end.text, 160)}", str(end.place), age)
 
 
 def _age(seconds: float) -> str:

@@ -6,7 +6,8 @@ from typing import Any
 
 from shakedown.core.ranges import ranges
 from shakedown.core.verdict import Verdict
-from shakedown.diagnosis.records import clean
+from shakedown.diagnosis.records import clean, shorten
+from shakedown.diagnosis.summary import MAX_LINES as MAX_SUMMARY
 from shakedown.diagnosis.summary import shown
 from shakedown.report import stack_tree
 from shakedown.report.diagnosis_view import View
@@ -32,6 +33,7 @@ MAX_LINES = 23  # with the names of the two files written: 25
 # Sections that get lines left over by others.
 _SPARE = ("against it", "collectives around the break", "classes", "evidence", "call paths")
 _LEAST = 3  # leftover lines needed for a section without its own lines
+_DEEPER = "      "  # of what was seen, where it takes a second line
 _COMMAND = "    $ "
 _CULPRIT = "* "  # precedes everything that contains a culprit
 
@@ -107,9 +109,13 @@ def _summary(view: View, limit: int, *, full: bool, colour: bool) -> Iterator[st
         return
     yield _paint("seen", _BOLD, colour)
     counts = {t: len(rows) for t, rows in sections.items()} if full else shown(sections)
-    for title, rows in sections.items():
-        for row in rows[: counts[title]]:
-            yield _fit(f"  {row['text']}", limit)
+    rows = [f"  {r['text']}" for t, found in sections.items() for r in found[: counts[t]]]
+    spare = MAX_SUMMARY - len(rows)
+    for row in rows:
+        more = len(row) > limit and spare > 0
+        spare -= more
+        cut = shorten(row, limit + (limit - len(_DEEPER)) * more)
+        yield from textwrap.wrap(cut, limit, subsequent_indent=_DEEPER, drop_whitespace=True)
 
 
 def _fit(row: str, limit: int) -> str:

@@ -399,7 +399,6 @@ def test_nested_doubling_value_in_a_dump_is_not_expanded(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "data"),
     [
-        ("a.txt", b"nothing of interest\n"),
         ("b.bin", bytes(range(256)) * 8),
         ("c.json", b"{" * 100_000),
         ("d.json", b'{"version": 1' + b"9" * 6000 + b"}"),

@@ -128,3 +128,51 @@ def test_the_summary_comes_before_everything_that_follows_from_it() -> None:
     text = render(diagnose_paths([OUTSIDE / "motip-52" / "input"]))
 
     assert text.index("\nseen\n") < text.index("\nnext\n")
+
+
+def test_a_thread_that_works_is_told_beside_the_main_one(tmp_path: Path) -> None:
+    dump = (
+        'Thread 48 (idle): "MainThread"\n    backward (torch/_tensor.py:521)\n    f (train.py:4)\n'
+        "Thread 49 (idle)\nThread 50 (active)\n    partition_grads (zero/stage3.py:1500)\n"
+    )
+
+    (row,) = summary_of(tmp_path, {"stack_48.txt": dump})["stacks"]
+
+    assert "backward" in row
+    assert "also partition_grads (zero/stage3.py:1500)" in row
+
+
+def test_lines_above_the_last_one_are_told_where_there_is_room(tmp_path: Path) -> None:
+    rows = summary_of(tmp_path, {"train.log": "loading\nsharding weights\ncompiling kernel 3\n"})
+
+    assert [row.partition(": ")[2] for row in rows["logs"]] == [
+        "compiling kernel 3", "sharding weights", "loading",
+    ]  # fmt: skip
+
+
+def test_a_text_of_no_known_kind_is_shown_where_it_is_all_there_is(tmp_path: Path) -> None:
+    rows = summary_of(tmp_path, {"notes.txt": "step one\nwaiting for the allocation\n"})
+
+    assert "waiting for the allocation" in json.dumps(rows)
+
+
+def test_a_long_line_keeps_its_end_which_says_what_happened(tmp_path: Path) -> None:
+    command = ", ".join(["python", *["--option=value"] * 60])
+    line = f"[ERROR] [launch.py:321] [{command}] exits with code 7"
+    (tmp_path / "train.log").write_text(f"{line}\n", encoding="utf-8")
+
+    screen = render(diagnose_paths([tmp_path]))
+
+    assert "exits with code 7" in screen
+    assert max(map(len, screen.splitlines())) <= 120
+
+
+def test_a_traceback_without_its_end_says_whose_and_where_it_was_cut(tmp_path: Path) -> None:
+    log = (
+        "[rank2]: Traceback (most recent call last):\n"
+        '[rank2]:   File "/home/u/pretrain.py", line 218, in forward_step\n[rank2]:     model(x)\n'
+    )
+
+    (row,) = summary_of(tmp_path, {"train.log": log})["ended"]
+
+    assert row == "rank 2: a traceback that is cut off, at forward_step (/home/u/pretrain.py:218)"

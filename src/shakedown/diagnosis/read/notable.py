@@ -12,12 +12,13 @@ from shakedown.diagnosis.read.attribution import NCCL_LINE, starts_several, stri
 from shakedown.diagnosis.read.clock import stamp_of
 from shakedown.diagnosis.read.source import EvidenceFile, lines_with
 from shakedown.diagnosis.read.tracebacks import HEAD, frame_of
-from shakedown.diagnosis.records import Identity, LogDigest, NotableLine, WriterEnd, clean
+from shakedown.diagnosis.records import Identity, LogDigest, NotableLine, WriterEnd, shorten
 
 MAX_SHAPES = 24  # of a log's lines that stand out, the weightiest
 MAX_WRITERS = 4096
 _MAX_TAIL = 50_000  # lines at the end among which each writer's last one is looked for
 _MAX_SCANNED = 200_000  # lines that hold a word: a log may say ERROR a million times
+_TAIL = 8  # lines before a writer's last one
 _FOLLOWING = 3  # lines that belong to one before them
 
 # Weight, lower-case words that a line of this weight may hold (found fast), and the pattern proper.
@@ -45,14 +46,19 @@ _WORDS: tuple[tuple[int, tuple[str, ...], re.Pattern[str]], ...] = (
             "hung", "mismatch", "missing", "unreachable", "refused", "reset by peer", "pipe",
             "closed by", "lost", "denied", "not respond", "unable", "cannot", "can't", "could not",
             "unavailable", "too many", "too few", "no available", "not found", "no such", "didn't",
-            "did not", "not enough", "insufficient",
+            "did not", "not enough", "insufficient", "duplicate", "check failed", "assert",
+            "invalid", "illegal", "not known", "not supported", "unsupported", "incompatible",
+            "corrupt", "no space", "quota", "overflow", "found nan", "is nan", "conflict",
         ),
         re.compile(
             r"(?:error|exception)s?\b|\bfail(?:ed|ure|ures|s|ing)?\b|\btime[d]?[- ]?out\b|\bstuck\b"
             r"|\bh[au]ngs?\b|\bhanging\b|\bmismatch\w*|\bmissing\b|unreachable|\brefused\b"
             r"|reset by peer|broken pipe|closed by|\blost\b|\bdenied\b|not respond|\bunable\b"
             r"|\bcannot\b|can't\b|could not|unavailable|\btoo (?:many|few)\b|\bno available\b"
-            r"|not found|no such|did(?:n't| not)\b|not enough|insufficient"
+            r"|not found|no such|did(?:n't| not)\b|not enough|insufficient|\bduplicate\b"
+            r"|check failed|\bassert(?:ion)?\b|\binvalid\b|\billegal\b|not known|not supported"
+            r"|unsupported|incompatible|\bcorrupt\w*|no space|\bquota\b|\boverflow\w*"
+            r"|\b(?:found|is) nan\b|\bconflict\w*"
         ),
     ),
     (
@@ -85,6 +91,11 @@ _LOGGER = re.compile(
     r"(?:(?P<level>DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)\b:? ?)"
     r"(?:[\d-]{5,10} [\d:.,]{8,15} )?(?:\[[\w./<>-]{1,80}:\d{1,6}\] ?)?"
 )
+# `[2022-07-25 08:35:14,805 C 157 212] (raylet) node_manager.cc:2966: `, Ray's own processes.
+_RAYLET = re.compile(
+    r"^\[\d{4}-\d\d-\d\d [\d:,.]{8,15} (?P<level>[DIWECF]) \d+ \d+\] (?:\(\w+\) )?"
+    r"[\w./-]{1,80}:\d{1,6}: +"
+)
 # `[E421 01:04:30.128 ProcessGroupNCCL.cpp:616] [PG ID 0 PG GUID 0(default_pg) Rank 2] `, glog's and
 # torch's; `E0131 10:00:00.123456 41 file.cc:12] `
 _GLOG = re.compile(
@@ -94,10 +105,14 @@ _GLOG = re.compile(
 _STAMPED = re.compile(r"^\[?\d{4}-\d\d-\d\d[ T][\d:.,]{8,15}[\]:]? ?")
 _NAMED = re.compile(r"^[\w.]{1,80}:? ?(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)(?:\b:? - |: )")
 _CLOCK = re.compile(r"\b(\d\d:\d\d:\d\d)\b")
-_LEVELS = {"WARNING": 2, "WARN": 2, "ERROR": 3, "CRITICAL": 4, "FATAL": 4}
+_LEVELS = {"WARNING": 2, "WARN": 2, "ERROR": 3, "CRITICAL": 4, "FATAL": 4,
+           "W": 2, "E": 3, "C": 4, "F": 4}  # fmt: skip
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 _STACK_LINE = re.compile(
-    r"^\s*(?:\S.{0,200} \(\S{1,300}:\d{1,9}\)|Thread (?:0x)?[0-9a-fA-F]+\b.*)$"
+    r"^\s*(?:(?!.*: )\S.{0,200} \(\S{1,300}:\d{1,9}\)|Thread (?:0x)?[0-9a-fA-F]+\b.*"
+    # native: of gdb, of glibc's backtrace, of c10's exceptions
+    r"|#\d+ +(?:0x[0-9a-f]+ in )?\S.*|frame #\d+: .*"
+    r"|(?:\d+ +)?\S*\(?\+?0x[0-9a-f]+\)? \[0x[0-9a-f]+\].*)$"
 )
 
 
@@ -162,7 +177,7 @@ class _Scan:
         shape = _NUMBER.sub("#", line[:200])
         known = self.shapes.get(shape)
         if known is None:
-            text = clean(" ".join([message_of(line), *self._following(number, line)]))
+            text = shorten(" ".join([message_of(line), *self._following(number, line)]))
             known = _Shape(number, text, weight, stamp_of(raw))
             self.shapes[shape] = known
         known.count += 1
@@ -187,15 +202,18 @@ class _Scan:
     def ends(self) -> None:
         """Each writer's last line: whoever stopped first is silent for longest."""
         lines = self._source.lines
+        tails: dict[str, list[str]] = {}
         for number in range(len(lines), max(len(lines) - _MAX_TAIL, 0), -1):
             raw = lines[number - 1]
-            if not raw.strip() or _STACK_LINE.match(raw):
-                continue
             writer, line = self._split(raw)
+            if not line.strip() or _STACK_LINE.match(line):
+                continue
+            tail = tails.setdefault(writer, [])
             if writer not in self.writers:
-                place = self._source.place(number, raw)
-                end = WriterEnd(writer, clean(message_of(line)), place, stamp_of(raw))
-                self.writers[writer] = end
+                place, text = self._source.place(number, raw), shorten(message_of(line))
+                self.writers[writer] = WriterEnd(writer, text, place, stamp_of(raw), tail)
+            elif len(tail) < _TAIL:
+                tail.append(shorten(message_of(line)))
             if len(self.writers) >= MAX_WRITERS:
                 return
 
@@ -208,7 +226,7 @@ class _Scan:
 def message_of(line: str) -> str:
     """The line without what a logger writes before it; of its time the hour of day stays."""
     rest = line.strip()
-    for prefix in (NCCL_LINE, _GLOG, _STAMPED, _LOGGER, _NAMED):
+    for prefix in (NCCL_LINE, _RAYLET, _GLOG, _STAMPED, _LOGGER, _NAMED):
         rest = prefix.sub("", rest, count=1)
     clock = _CLOCK.search(line[: len(line) - len(rest)])
     return f"{clock[1]} {rest}" if clock and rest else rest or line.strip()
@@ -216,7 +234,7 @@ def message_of(line: str) -> str:
 
 def weight_of(line: str) -> int:
     """0 for a line that says nothing bad, else 1 (mild) to 5 (an exception)."""
-    logger = _LOGGER.match(line)
+    logger = _LOGGER.match(line) or _RAYLET.match(line)
     said = line[logger.end() :] if logger else line
     # Source lines and frames of a traceback are part of it; its last line says what was raised.
     if (logger and said[:1] in (" ", "\t")) or HEAD in said or frame_of(said):

@@ -14,7 +14,8 @@ _PARENT = re.compile(r"^Parent Process (\d{1,8}):")
 # `Thread 41 (idle): "MainThread"`, `Thread 0x7F3A (active+gil): "worker"`, and without a number,
 # state or quotes as people paste it.
 _THREAD = re.compile(
-    r'^\s*Thread(?: (?:0x)?([0-9A-Fa-f]{1,32}))?(?: \(([a-z+]{1,40})\))?: ?"?([^"]*)"?$'
+    r"^\s*Thread(?: (?:0x)?([0-9A-Fa-f]{1,32}))?(?: \(([a-z+]{1,40})\))?"
+    r'(?:: ?"?([^"]*)"?|(?<=\)))$'  # a thread without a name has no colon
 )
 # ` all_reduce (torch/distributed/distributed_c10d.py:2810)`; native frames may have no line, and
 # people add remarks behind an arrow or a hash sign.
@@ -81,7 +82,7 @@ class _Reader:
             self._take_pid(match, line)
             state = match[2]
             active = None if state is None else "active" in state
-            self._now.threads.append((match[3], active, "gil" in (state or ""), []))
+            self._now.threads.append((match[3] or "", active, "gil" in (state or ""), []))
         elif _ERROR.match(line):
             self._failures.append((self._now.who, number, line))
         # pystack's frames have parentheses too; its own reader takes them.

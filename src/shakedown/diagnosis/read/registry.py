@@ -28,6 +28,7 @@ from shakedown.diagnosis.read import (
 from shakedown.diagnosis.read.attribution import split, starts_several
 from shakedown.diagnosis.read.budget import Budget, OutOfTime
 from shakedown.diagnosis.read.fence import Fence
+from shakedown.diagnosis.read.notable import digest
 from shakedown.diagnosis.read.source import (
     MAX_FILES,
     EvidenceFile,
@@ -43,7 +44,7 @@ from shakedown.diagnosis.read.together import (
     why_unread,
     with_ranks,
 )
-from shakedown.diagnosis.records import Identity, Record, Unattachable, clean
+from shakedown.diagnosis.records import Identity, LogDigest, Record, Unattachable, clean
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ class _Reading:
         self._launched = False  # one is of a launcher of several ranks
         self._unread: list[Unattachable] = []
         self._left_out: dict[str, int] = {}  # by reason
+        self._plain: dict[str, LogDigest] = {}  # texts of no known format
 
     def evidence(self, paths: Sequence[Path]) -> Evidence:
         # One file more than is read: it shows that there are more.
@@ -140,6 +142,10 @@ class _Reading:
         with self._budget.handling():
             for found in files:
                 self._take(found, *named[found.name])
+        if not self._records:  # where nothing else was given, any text is shown
+            self._records += self._plain.values()
+            self._formats |= dict.fromkeys(self._plain, "text")
+            self._skipped = [row for row in self._skipped if row.name not in self._plain]
         # After all files, as other ranks' dumps tell which ranks there are.
         self._records += of_members(self._unread, self._records)
         rows = with_ranks(self._records, self._local, launched=self._launched)
@@ -183,6 +189,10 @@ class _Reading:
                 source = replace(source, identity=identity, trailing=trailing, sample=sample)
                 rows = read_one(source)
                 if not rows:
+                    if not (source.looks_binary or _JSON_LINES.match(source.text[:200])) and (
+                        seen := digest(source, identity)
+                    ):
+                        self._plain[found.name] = seen
                     return why_unread(source.data)
                 if "log" in rows:
                     self._local += [found.name] if counts_locally(source) else []

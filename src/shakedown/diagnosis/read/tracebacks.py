@@ -68,6 +68,8 @@ class Tracebacks:
             return None
         if frame := frame_of(line):
             self._frames.append(frame)
+            if self._who == Identity():  # a launcher's own prefix is missing on the first line
+                self._who = who
             return None
         if line.startswith((" ", "\t")) or not line.strip():
             return None
@@ -88,7 +90,8 @@ class Tracebacks:
 
     def _event(self, exception: str, message: str) -> LogEvent:
         self.inside = False
-        text = clean(f"{exception}: {message}" if message else exception or "cut off")
+        raised = f"{exception}: {message}" if message else exception
+        text = clean(raised or "a traceback that is cut off")
         detail = {"exception": clean(exception, 100), "chained": self._chained}
         self._chained = False
         place = self._source.place(self._line, text)
