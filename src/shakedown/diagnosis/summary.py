@@ -119,7 +119,7 @@ def shown(sections: Mapping[str, Sequence[Any]], lines: int = MAX_LINES) -> dict
 
 
 @dataclass(frozen=True)
-class _Said:
+class Told:
     """Something bad that somebody said or did."""
 
     who: str
@@ -130,15 +130,21 @@ class _Said:
     order: int
     follows: bool = False
     count: int = 1
+    raised: bool = False  # an exception's own line
 
 
-def _ended(s: Situation) -> Iterator[Seen]:
+def loudest(s: Situation) -> list[Told]:
+    """What sounds bad, each thing once with all who said it, the weightiest first."""
     said = [*_outcomes(s.facts), *_processes(s), *_tracebacks(s.facts), *_notable(s.facts)]
-    groups: dict[str, list[_Said]] = defaultdict(list)
+    groups: dict[str, list[Told]] = defaultdict(list)
     for row in _with_times(said):
         groups[shape_of(row.text)[:160]].append(row)
     merged = [_merged(rows) for rows in groups.values()]
-    best = sorted(merged, key=lambda row: (-row.weight, row.order))[:MAX_ROWS]
+    return sorted(merged, key=lambda row: (-row.weight, row.order))
+
+
+def _ended(s: Situation) -> Iterator[Seen]:
+    best = loudest(s)[:MAX_ROWS]
     # The first screen has the weightiest, in the order in which they were written.
     first, rest = best[: _LEAST["ended"]], best[_LEAST["ended"] :]
     for row in [*sorted(first, key=_by_time), *rest]:
@@ -148,7 +154,7 @@ def _ended(s: Situation) -> Iterator[Seen]:
         yield Seen(f"{who}{row.text}{times}{follows}", row.source, row.weight)
 
 
-def _with_times(said: Sequence[_Said]) -> Iterator[_Said]:
+def _with_times(said: Sequence[Told]) -> Iterator[Told]:
     """A line without a time has that of the next one below it in its file, else of one above."""
     known: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for row in said:
@@ -161,38 +167,38 @@ def _with_times(said: Sequence[_Said]) -> Iterator[_Said]:
         yield replace(row, at=pair[1]) if pair else row
 
 
-def _path(row: _Said) -> str:
+def _path(row: Told) -> str:
     return row.source.rpartition(":")[0]
 
 
-def _by_time(row: _Said) -> tuple[bool, float, int]:
+def _by_time(row: Told) -> tuple[bool, float, int]:
     return row.at is None, row.at or 0.0, row.order
 
 
-def _merged(rows: Sequence[_Said]) -> _Said:
+def _merged(rows: Sequence[Told]) -> Told:
     first = min(rows, key=_by_time)
     who = _names(dict.fromkeys(row.who for row in rows if row.who))
-    return _Said(
+    return Told(
         who, first.text, first.source, max(r.weight for r in rows), first.at, first.order,
-        all(r.follows for r in rows), sum(r.count for r in rows),
+        all(r.follows for r in rows), sum(r.count for r in rows), first.raised,
     )  # fmt: skip
 
 
-def _outcomes(facts: Facts) -> Iterator[_Said]:
+def _outcomes(facts: Facts) -> Iterator[Told]:
     outcome = facts.outcome
     if outcome is not None and outcome.state != "completed":
         text = clean(outcome.sentence or outcome.state)
-        yield _Said(outcome.failed_component, text, str(outcome.place), 6, None, 0)
+        yield Told(outcome.failed_component, text, str(outcome.place), 6, None, 0)
     for node in facts.nodes:
         if node.down or node.unread:
-            yield _Said(f"node {node.node}", node.state, str(node.place), 5.5, None, 1)
+            yield Told(f"node {node.node}", node.state, str(node.place), 5.5, None, 1)
 
 
 _STATES = {"T": "stopped (state T)", "t": "stopped by a tracer", "Z": "a zombie: it has ended",
            "X": "gone", "D": "in uninterruptible sleep (state D)"}  # fmt: skip
 
 
-def _processes(s: Situation) -> Iterator[_Said]:
+def _processes(s: Situation) -> Iterator[Told]:
     """Processes whose state alone says that they do not go on."""
     rows = [(c.name, state) for c in _components(s.facts) for state in c.states]
     rows += [(_process(state.who.pid, state.who.host), state) for state in s.facts.processes]
@@ -203,11 +209,11 @@ def _processes(s: Situation) -> Iterator[_Said]:
         if told := _STATES.get(state.state):
             at = f" in {state.wchan}" if state.wchan and state.state == "D" else ""
             weight = 3.5 if state.state == "D" else 5.5
-            yield _Said(name, told + at, str(state.place), weight, None, 2)
+            yield Told(name, told + at, str(state.place), weight, None, 2)
     for component in _components(s.facts):
         for row in component.unattachable[-1:]:
             if row.reason in ("gone", "stopped"):
-                yield _Said(
+                yield Told(
                     component.name, f"its process is {row.reason}", str(row.place), 5, None, 2
                 )
 
@@ -215,7 +221,7 @@ def _processes(s: Situation) -> Iterator[_Said]:
 _ENDS = frozenset({"exit", "abort", "oom", "gpu_error", "node", "cancelled", "job"})
 
 
-def _tracebacks(facts: Facts) -> Iterator[_Said]:
+def _tracebacks(facts: Facts) -> Iterator[Told]:
     for name, event in _events(facts):
         if event.kind == "traceback":
             users = user_frames(event.frames)
@@ -227,7 +233,10 @@ def _tracebacks(facts: Facts) -> Iterator[_Said]:
             continue
         follows = is_victims(event) or bool(event.detail.get("chained"))
         weight = 5.0 - follows - (event.kind == "job")
-        yield _Said(name, text, str(event.place), weight, event.at, event.place.line, follows)
+        raised = event.kind == "traceback" and bool(event.detail.get("exception"))
+        yield Told(
+            name, text, str(event.place), weight, event.at, event.place.line, follows, raised=raised
+        )
 
 
 def _with_context(facts: Facts, event: LogEvent) -> str:
@@ -239,7 +248,7 @@ def _with_context(facts: Facts, event: LogEvent) -> str:
     )
 
 
-def _notable(facts: Facts) -> Iterator[_Said]:
+def _notable(facts: Facts) -> Iterator[Told]:
     """Lines of logs that no event has told already."""
     events = [e for _, e in _events(facts)]
     # Of other events no row is made: their lines are told here.
@@ -254,13 +263,13 @@ def _notable(facts: Facts) -> Iterator[_Said]:
             yield _line(digest.who.rank, line)
 
 
-def _line(rank: int | None, line: NotableLine) -> _Said:
+def _line(rank: int | None, line: NotableLine) -> Told:
     who = _names([w for w in line.writers if w]) or ("" if rank is None else f"rank {rank}")
     follows = line.weight >= 5 and is_victims_text(line.text)
     text = shorten(line.text, _LONGEST)
-    return _Said(
+    return Told(
         who, text, str(line.place), line.weight - follows, line.at, line.place.line, follows,
-        line.count,
+        line.count, line.weight >= 5 and not text.startswith("Error:"),
     )  # fmt: skip
 
 

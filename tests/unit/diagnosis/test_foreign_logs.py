@@ -95,7 +95,7 @@ CASES: dict[str, Case] = {
     ),
     "local rank of two nodes": Case(
         {"node0.log": "[default1]:step 1\n", "node1.log": behind("[default1]:", OWN)},
-        "unknown", state="unknown",
+        "user_code", state="exited",
     ),
     "local rank of one node": Case(
         {"node0.log": behind("[default1]:", OWN)}, "user_code", (1,), "exited"

@@ -117,7 +117,7 @@ def test_the_brief_is_markdown_that_no_input_can_close(
     code = main(["hang", "brief", str(tmp_path)])
 
     out = capsys.readouterr().out
-    assert code == 3
+    assert code == 1
     assert "boom" in out
     assert "\x1b" not in out
     assert out.count("```") % 2 == 0
@@ -176,3 +176,37 @@ def test_a_traceback_without_its_end_says_whose_and_where_it_was_cut(tmp_path: P
     (row,) = summary_of(tmp_path, {"train.log": log})["ended"]
 
     assert row == "rank 2: a traceback that is cut off, at forward_step (/home/u/pretrain.py:218)"
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("KeyError: 'reward'", "user_code"),
+        ("RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x8 and 16x8)", "user_code"),
+        (
+            "E host: Failed to connect to GCS at address 10.0.0.1:6379 within 5 seconds.",
+            "init_deadlock",
+        ),
+        ("AssertionError: Rank 3: found NaN in local grad norm in backwards pass", "diverged"),
+        ("memory allocation of 20971522097152 bytes failed", "out_of_memory"),
+        ("Duplicate GPU detected : rank 9 and rank 1 both on CUDA device 34000", "user_code"),
+        ("(EngineCore pid=7) ERROR [core.py:9] ValueError: block size", "server_unhealthy"),
+        ("subprocess.CalledProcessError: Command 'train.py' returned exit status 1", "unknown"),
+    ],
+)
+def test_an_error_of_no_rank_is_the_answer_and_names_nobody(
+    tmp_path: Path, line: str, cause: str
+) -> None:
+    (tmp_path / "job.txt").write_text(f"starting\n{line}\n", encoding="utf-8")
+
+    found: dict[str, Any] = diagnose_paths([tmp_path]).extra["diagnosis"]
+
+    assert found["cause"] == cause
+    assert not any(found["culprits"].values())
+
+
+def test_an_error_that_the_job_outlived_is_no_answer(tmp_path: Path) -> None:
+    log = "ValueError: one bad row, left out\n" + "".join(f"saved shard {n}\n" for n in range(80))
+    (tmp_path / "job.txt").write_text(log, encoding="utf-8")
+
+    assert diagnose_paths([tmp_path]).extra["diagnosis"]["cause"] == "unknown"

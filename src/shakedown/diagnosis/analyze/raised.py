@@ -119,11 +119,43 @@ _RAISED: Sequence[tuple[re.Pattern[str], Cause]] = (
     (
         re.compile(
             r"No space left|[Qq]uota exceeded|Input/output error|Stale file handle|Read-only"
-            r"|PytorchStreamWriter failed|file write failed"
+            r"|PytorchStreamWriter failed|file write failed|enforce fail at inline_container"
         ),
         "storage",
     ),
 )
+
+
+# What lines say that are no exception's, or that any library raises.
+_WORDS: Sequence[tuple[re.Pattern[str], Cause]] = (
+    (
+        re.compile(
+            r"memory allocation of \d+ bytes failed|System memory low|less than desired GPU memory"
+            r"|[Nn]o available memory for the cache|larger than the maximum number of tokens"
+        ),
+        "out_of_memory",
+    ),
+    (
+        re.compile(r"\b(?:found|is|are) (?:nan|inf)\b|loss scale already at minimum", re.I),
+        "diverged",
+    ),
+    (
+        re.compile(
+            r"Failed to connect to GCS|client socket has failed|Name or service not known"
+            r"|creating a placement group|connectFullMesh|name resolution|host not found"
+        ),
+        "init_deadlock",
+    ),
+    (
+        re.compile(r"Duplicate GPU|invalid usage|Assertion .{1,200} failed|Assertion failed"),
+        "user_code",
+    ),
+)
+
+
+def cause_of_words(text: str) -> Cause | None:
+    """What a line gives as the cause, an exception's or not."""
+    return next((c for pattern, c in (*_RAISED, *_WORDS) if pattern.search(text)), None)
 
 
 def is_full(event: LogEvent) -> bool:

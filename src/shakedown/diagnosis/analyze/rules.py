@@ -16,6 +16,7 @@ from shakedown.diagnosis.analyze import (
     one_place,
     pipeline,
     roles,
+    said,
     servers,
     storage,
     user_code,
@@ -35,7 +36,7 @@ from shakedown.diagnosis.summary import Summary, headline, summarise
 Kind = (
     LogKind
     | Literal["log", "outcome", "role", "ranks", "others", "stack", "dump", "beat", "state", "ras"]
-    | Literal["looks"]
+    | Literal["looks", "digest"]
 )
 
 
@@ -115,6 +116,7 @@ RULES: Sequence[Rule] = (
     Rule(servers.told_dead, ("server_unhealthy", "traceback")),
     Rule(differ.parted_before, ("dump",)),
     Rule(one_job.state_alone, ("job",)),
+    Rule(said.by_its_words, ("digest", "traceback")),
 )
 
 
@@ -134,6 +136,7 @@ def kinds_of(facts: Facts) -> set[Kind]:
         "beat": any(c.beats for c in ranks),
         "state": any(c.states or c.unattachable for c in ranks),
         "ras": any(c.ras for c in ranks),
+        "digest": bool(facts.digests),
         "looks": any(_looks(c) > 1 for c in [*ranks, *others]),
     }
     return kinds.union(name for name, there in given.items() if there)

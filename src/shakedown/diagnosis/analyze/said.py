@@ -1,0 +1,81 @@
+"""The cause that a line gives by its own words, where nothing else tells one. Nobody is named.
+
+An exception of a process without a rank, a server's refusal or an allocator's message ends a job as
+much as a rank's own error does; who wrote it is in the summary.
+"""
+
+import re
+from collections.abc import Sequence
+
+from shakedown.diagnosis.analyze.causes import conclude
+from shakedown.diagnosis.analyze.model import Cause, Hypothesis
+from shakedown.diagnosis.analyze.raised import cause_of_words
+from shakedown.diagnosis.analyze.situation import Situation
+from shakedown.diagnosis.records import SourceRef
+from shakedown.diagnosis.summary import Told, loudest
+
+_LOUD = 3  # from here on a line is an error, see read/notable.py
+# An inference engine's process, by its title or the package of the line that raised.
+_SERVERS = re.compile(r"^inference|EngineCore|VllmWorker|\b(?:vllm|sglang)/")
+_WENT_ON = 60  # lines, a long traceback's included
+# Beside these an exception may be what others' end made of a process.
+_OTHERS_END = frozenset({"timeout", "abort", "nccl_error", "gpu_error", "oom", "node", "cancelled"})
+# Raised by whoever watches a process, whose own error is elsewhere.
+_OF_A_WATCHER = re.compile(
+    r"^(?:\w+\.)*(?:CalledProcessError|\w*Cancelled\w*|ProcessRaised\w+|ProcessExited\w+|\w*TaskError"
+    r"|TrainingFailedError|WorkerGroupError|\w*Failures?|\w*Timeout\w*|AssertionError:?$)"
+    r"|exit code|\bdied\b|failed to start"
+)
+
+
+def by_its_words(s: Situation) -> Hypothesis | None:
+    """The first error by time whose words give a cause, else the only kind of exception."""
+    rows = loudest(s)
+    # A stage of ours has its supervisor's word.
+    if (
+        s.moving
+        or s.alive
+        or s.facts.outcome
+        or any("KeyboardInterrupt" in row.text for row in rows)
+    ):
+        return None
+    own = [r for r in rows if r.weight >= _LOUD and not r.follows and not _outlived(s, r)]
+    known = [(row, cause) for row in own if (cause := cause_of_words(row.text))]
+    found = min(known or _exceptions(s, own), key=lambda pair: _when(pair[0]), default=None)
+    if found is None:
+        return None
+    row, cause = found
+    if cause == "user_code" and _SERVERS.search(f"{row.who} {row.text}"):
+        cause = "server_unhealthy"
+    path, _, line = row.source.rpartition(":")
+    place = SourceRef(path, int(line), row.text) if line.isdecimal() else SourceRef(row.source)
+    return conclude(
+        s, cause, f"{row.who}: {row.text}" if row.who else row.text, sure="likely",
+        evidence=[place], state="exited",
+    )  # fmt: skip
+
+
+def _exceptions(s: Situation, own: Sequence[Told]) -> list[tuple[Told, Cause]]:
+    """Of a job of which nothing else ended."""
+    if _OTHERS_END.intersection(e.kind for e in s.facts.all_events()):
+        return []
+    rows = [row for row in own if row.raised]
+    if any(_OF_A_WATCHER.search(row.text) for row in rows):
+        return []
+    return [(row, "user_code") for row in rows]
+
+
+def _outlived(s: Situation, row: Told) -> bool:
+    """The log goes on for long after it, or with training steps."""
+    path = row.source.rpartition(":")[0]
+    last = [e.place.line for d in s.facts.digests for e in d.ends if e.place.path == path]
+    components = [*s.ranks.values(), *s.facts.roles.values()]
+    ends = [*s.facts.ends, *(end for c in components for end in c.logs)]
+    stepping = [e.lines for e in ends if e.place.path == path and e.stepping]
+    return row.order > 0 and (
+        max(last, default=0) - row.order > _WENT_ON or max(stepping, default=0) > row.order
+    )
+
+
+def _when(row: Told) -> tuple[bool, float, int]:
+    return row.at is None, row.at or 0.0, row.order
