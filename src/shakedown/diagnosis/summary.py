@@ -363,11 +363,19 @@ def _telling(stack: Stack) -> list[tuple[Frame, ...]]:
     return [*paths, *telling] or [t.frames for t in others[:1]]
 
 
+# Frames of a native stack that say no more than that it waits.
+_C_LIBRARY = re.compile(
+    r"libc\.so|libpthread|/nptl/|/sysdeps/|ld-linux| (?:\?\?|_\w+|clock_gettime)$"
+)
+
+
 def describe_path(path: Sequence[Frame]) -> str:
     """The innermost frame, what it was called from, and the user's own line, innermost first."""
-    inner = list(reversed(python_frames(path) or list(path)))
-    users = user_frames(path)
-    chosen = inner[:2]
+    native = [f for f in path if not _C_LIBRARY.search(f"{f.file} {f.function}")]
+    of_python = python_frames(path)
+    inner = list(reversed(of_python or native or list(path)))
+    users = user_frames(path) if of_python else []
+    chosen = inner[: 2 if of_python else 3]
     if users and users[-1] not in chosen:
         chosen.append(users[-1])
     elif len(inner) > 2:

@@ -85,9 +85,12 @@ _GDB_FRAME = re.compile(
 )
 
 
+_GDB_FIRST = re.compile(r"^#0 +\S+ (?:in |\()", re.M)
+
+
 def parse_gdb(source: EvidenceFile) -> list[Record]:
     """`thread apply all bt` or `bt`, below a header that says whose: one stack a process."""
-    if "\n#0 " not in source.text:
+    if not _GDB_FIRST.search(source.text):
         return []
     reader = _Gdb(source)
     for number, text in enumerate(source.lines, start=1):
@@ -114,7 +117,12 @@ class _Gdb:
             if self._threads.get(int(match[1]), (0, "", []))[2]:
                 self.flush()
             self._begin(number, int(match[1]), int(match[2]), match[3] or "")
-        elif self._open is not None and (match := _GDB_FRAME.match(text)):
+        elif (match := _GDB_FRAME.match(text)) is not None:
+            if text.startswith("#0 ") and self._open != []:  # `bt` alone has no thread's line
+                self.flush()
+                self._begin(number, 1, None, "")
+            if self._open is None:
+                return
             file = clean(match[2] or "?", 300)
             self._open.append(Frame(clean(match[1], 200), file, int(match[3] or 0)))
 
