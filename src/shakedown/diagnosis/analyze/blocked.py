@@ -1,7 +1,7 @@
 """Question 4: who blocks? The roots of the wait-for graph, and what each of them does."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import PurePath
 
 from shakedown.diagnosis.analyze.causes import Strength, conclude
@@ -10,7 +10,7 @@ from shakedown.diagnosis.analyze.graph import Block
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.places import WAITING, bar_of
 from shakedown.diagnosis.analyze.position import Position
-from shakedown.diagnosis.analyze.raised import OWN
+from shakedown.diagnosis.analyze.raised import OWN, root_exception
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.analyze.storage import told_of
 from shakedown.diagnosis.read.placements import ENGINE
@@ -321,6 +321,15 @@ def did_not_time_out(s: Situation) -> Hypothesis | None:
     if absent[0] in s.ranks and not s.has_no_evidence(absent[0]):
         return None
     operation, number = next(iter(calls.values()))
+    component = s.ranks.get(absent[0])
+    raised = root_exception(component) if component is not None else None
+    if raised is not None:
+        return conclude(
+            s, "user_code", f"{name_ranks(absent)} raised {raised.text}, and {name_ranks(list(calls))} "
+            f"timed out in {operation.lower()}, which it did not enter", ranks=absent, sure="seen",
+            evidence=[raised.place, *_first_lines(s, calls)], state="exited",
+            waits=[Block(sorted(calls), absent, f"entered {operation.lower()}")],
+        )  # fmt: skip
     work = s.unfinished
     says = (
         f"{name_ranks(list(calls))} timed out in {operation.lower()}"
@@ -339,12 +348,16 @@ def did_not_time_out(s: Situation) -> Hypothesis | None:
         ranks=absent if cause != "unknown" else (),
         evidence=[
             *([work.place] if work else []),
-            *[c.events[0].place for r in list(calls)[:6] if (c := s.ranks[r]).events],
+            *_first_lines(s, calls),
         ],
         needed=[f"the log and a stack of {name_ranks(absent)}"],
         waits=[Block(sorted(calls), absent, f"entered {operation.lower()}")],
         state="exited" if s.gave_up else None,
     )
+
+
+def _first_lines(s: Situation, ranks: Iterable[int]) -> list[SourceRef]:
+    return [c.events[0].place for r in list(ranks)[:6] if (c := s.ranks[r]).events]
 
 
 def told_missing(s: Situation) -> Hypothesis | None:

@@ -240,7 +240,7 @@ PATTERNS: list[Row] = [
         "exit",
         ("srun: error",),
         re.compile(
-            r"^srun: error: (?P<node>\S{1,80}): task (?P<task>\d{1,6}): "
+            r"^srun: error: (?P<node>\S{1,80}): task(?: (?P<task>\d{1,6})|s [\d,-]{1,400}): "
             r"(?P<how>Killed|Exited with exit code \d+|Aborted|Segmentation fault|Out Of Memory)"
         ),
     ),
@@ -253,6 +253,8 @@ PATTERNS: list[Row] = [
             r"|^\{'train_runtime': |\b[Tt]raining finished!"
         ),
     ),
+    # DeepSpeed's launcher, after the whole command
+    ("exit", ("return code =",), re.compile(r"exits with return code = (?P<code>-?[1-9]\d{0,3})")),
     # Composer's launcher, and others in these words
     (
         "exit",

@@ -42,6 +42,7 @@ def parse(source: EvidenceFile) -> list[Record]:
     tasks = not starts_several(source)
     cut = cut_tracebacks(source, lambda line: strip(line, named, tasks=tasks))
     events = _Reader(source, named, rows).read(telling) if telling else []
+    events = _killed_with_the_step(events)
     rows_cut = [_within(event, local) for event, local in cut]
     found: list[Record] = [*timed(source.lines, rows_cut), *timed(source.lines, events)]
     if found or _LOG_NAME.search(source.name.lower()):
@@ -50,6 +51,21 @@ def parse(source: EvidenceFile) -> list[Record]:
     if seen is not None and (found or seen.notable):
         found.append(seen)
     return found
+
+
+_BY_SRUN = "srun: error"
+
+
+def _killed_with_the_step(events: Sequence[LogEvent]) -> list[LogEvent]:
+    """After the first task's end Slurm kills the others: that is no end of their own."""
+    ends = [e for e in events if e.kind == "exit" and e.text.startswith(_BY_SRUN)]
+    after = {id(e) for e in ends[1:] if e.detail.get("how") == "Killed"}
+    return [
+        replace(e, kind="cancelled", detail={**e.detail, "how": "with its step"})
+        if id(e) in after
+        else e
+        for e in events
+    ]
 
 
 def _telling(lowered: str, rows: Sequence[Row]) -> Sequence[int]:
