@@ -222,7 +222,9 @@ def _place_by_process(facts: Facts, loose: list[Stack]) -> None:
     ]
     # Where any rank is known a guess would mix with it.
     if facts.ranks or not roots:
-        facts.unplaced = [s for s in loose if not is_launcher(s)]
+        found = [s for s in loose if not is_launcher(s)]
+        # Helpers and launchers are told where nothing else was given.
+        facts.unplaced = found if found or facts.ranks or facts.roles else list(loose)
         return
     by_process: dict[tuple[str, int], list[Stack]] = defaultdict(list)
     for number, stack in enumerate(roots):

@@ -57,7 +57,7 @@ def shorten(text: str, limit: int = MAX_TEXT) -> str:
     """`clean`, but cut in the middle: a long line often says at its end what happened."""
     if len(text) <= limit:
         return clean(text, limit)
-    tail = limit // 3
+    tail = limit // 4
     return f"{clean(text[: limit - tail - 5], limit)} ... {clean(text[-tail:], limit)}"
 
 

@@ -37,9 +37,10 @@ SECTIONS = {
     "groups": "process groups",
     "moved": "between two looks",
     "logs": "last lines of logs",
+    "before": "lines above them",
 }
 # How many lines of the twelve a section has at least, where it has so many rows.
-_LEAST = {"ended": 4, "stacks": 4, "groups": 2, "moved": 1, "logs": 1}
+_LEAST = {"ended": 4, "stacks": 4, "groups": 2, "moved": 1, "logs": 1, "before": 0}
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Summary:
     stacks: Sequence[Seen] = ()
     moved: Sequence[Seen] = ()
     logs: Sequence[Seen] = ()
+    before: Sequence[Seen] = ()
 
     def sections(self) -> Mapping[str, Sequence[Seen]]:
         """By their names, in the order in which they are told."""
@@ -81,6 +83,7 @@ def summarise(s: Situation) -> Summary:
         stacks=list(_stacks(s.facts)),
         moved=list(_moved(s)),
         logs=list(_logs(s.facts)),
+        before=list(_lines_before(s.facts.digests)),
     )
 
 
@@ -89,12 +92,12 @@ def headline(summary: Summary) -> str:
 
     An end says more than where others stand, which says more than a mild line of a log.
     """
-    loud = [row for row in summary.ended if row.weight >= 4]
-    best = max(loud, key=lambda row: row.weight, default=None)
+    ended = sorted(summary.ended, key=lambda row: -row.weight)
+    best = ended[0] if ended and ended[0].weight >= 4 else None
     for rows in (
         [best] if best else [],
         summary.groups,
-        summary.ended,
+        ended,
         summary.stacks,
         summary.logs,
     ):
@@ -458,7 +461,6 @@ def _logs(facts: Facts) -> Iterator[Seen]:
         groups[shape_of(end.text)[:120]].append((who, end))
     rows = [_log_row(found, latest) for found in groups.values()]
     yield from sorted(rows, key=lambda row: -row.weight)
-    yield from _lines_before(facts.digests)
 
 
 def _lines_before(digests: Sequence[LogDigest]) -> Iterator[Seen]:
@@ -468,8 +470,8 @@ def _lines_before(digests: Sequence[LogDigest]) -> Iterator[Seen]:
     for end, text in rows[:MAX_ROWS]:
         if shape_of(text)[:60] not in told:
             told.add(shape_of(text)[:60])
-            of = f"{end.writer}: " if end.writer else ""
-            yield Seen(f"before it: {of}{text}", end.place.path)
+            of = f" of {end.writer}" if end.writer else ""
+            yield Seen(f"line before{of}: {text}", end.place.path)
 
 
 def _is_told(digest: LogDigest, end: WriterEnd) -> bool:

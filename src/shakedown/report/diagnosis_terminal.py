@@ -33,7 +33,6 @@ MAX_LINES = 23  # with the names of the two files written: 25
 # Sections that get lines left over by others.
 _SPARE = ("against it", "collectives around the break", "classes", "evidence", "call paths")
 _LEAST = 3  # leftover lines needed for a section without its own lines
-_DEEPER = "      "  # of what was seen, where it takes a second line
 _COMMAND = "    $ "
 _CULPRIT = "* "  # precedes everything that contains a culprit
 
@@ -108,14 +107,31 @@ def _summary(view: View, limit: int, *, full: bool, colour: bool) -> Iterator[st
     if not any(sections.values()):
         return
     yield _paint("seen", _BOLD, colour)
+    lines: list[str] = []
     counts = {t: len(rows) for t, rows in sections.items()} if full else shown(sections)
-    rows = [f"  {r['text']}" for t, found in sections.items() for r in found[: counts[t]]]
-    spare = MAX_SUMMARY - len(rows)
-    for row in rows:
-        more = len(row) > limit and spare > 0
-        spare -= more
-        cut = shorten(row, limit + (limit - len(_DEEPER)) * more)
-        yield from textwrap.wrap(cut, limit, subsequent_indent=_DEEPER, drop_whitespace=True)
+    left = MAX_SUMMARY - sum(count for title, count in counts.items() if title != "before")
+    for title, rows in sections.items():
+        for row in rows[: counts[title]]:
+            if title == "before" and not full and len(lines) >= MAX_SUMMARY:
+                break
+            told = _wrapped(f"  {row['text']}", limit, 2 if left > 0 else 1)
+            left -= len(told) - 1
+            lines += told
+    yield from lines
+
+
+_DEEPER = "      "
+
+
+def _wrapped(row: str, limit: int, lines: int) -> list[str]:
+    """In so many lines at most; what is cut is cut in the middle."""
+    room = limit + (lines - 1) * (limit - len(_DEEPER))
+    told = textwrap.wrap(shorten(row, room), limit, subsequent_indent=_DEEPER)
+    # Words do not fill the lines: less room, until they fit.
+    while len(told) > lines and room > limit // 2:
+        room -= 8
+        told = textwrap.wrap(shorten(row, room), limit, subsequent_indent=_DEEPER)
+    return told
 
 
 def _fit(row: str, limit: int) -> str:

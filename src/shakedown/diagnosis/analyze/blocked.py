@@ -325,11 +325,16 @@ def did_not_time_out(s: Situation) -> Hypothesis | None:
     raised = root_exception(component) if component is not None else None
     if raised is not None:
         return conclude(
-            s, "user_code", f"{name_ranks(absent)} raised {raised.text}, and {name_ranks(list(calls))} "
-            f"timed out in {operation.lower()}, which it did not enter", ranks=absent, sure="seen",
-            evidence=[raised.place, *_first_lines(s, calls)], state="exited",
+            s,
+            "user_code",
+            f"{name_ranks(absent)} raised {raised.text}, and {name_ranks(list(calls))} "
+            f"timed out in {operation.lower()}, which it did not enter",
+            ranks=absent,
+            sure="seen",
+            evidence=[raised.place, *_first_lines(s, calls)],
+            state="exited",
             waits=[Block(sorted(calls), absent, f"entered {operation.lower()}")],
-        )  # fmt: skip
+        )
     work = s.unfinished
     says = (
         f"{name_ranks(list(calls))} timed out in {operation.lower()}"

@@ -148,10 +148,10 @@ def _why_ended(s: Situation, rank: int, raised: LogEvent | None) -> Cause:
         return "out_of_memory"  # its workers are what the kernel killed
     if told is not None or s.facts.of_engine:
         return told or "server_unhealthy"
-    if raised is not None and raised.detail.get("exception"):
-        return "user_code"
+    if raised is not None:
+        return "user_code"  # also where its last line is cut off
     # The kernel tells of a kill for memory, torchrun of a rank that was killed: of one end.
-    if raised is None and s.ranks[rank].exit_code == -signal.SIGKILL and _of_memory(s):
+    if s.ranks[rank].exit_code == -signal.SIGKILL and _of_memory(s):
         return "out_of_memory"
     return "missing_rank"  # it went without a word
 

@@ -13,6 +13,7 @@ _VICTIM = re.compile(
     r"closed by peer|reset by peer|Broken ?pipe|Socket closed|Watchdog caught|nccl[A-Z]\w+Error"
     r"|communicator was aborted|KeyboardInterrupt|SystemExit|SIGTERM|[Tt]imed? ?out|DistStoreError"
     r"|SignalException|Rendezvous\w*Error"
+    r"|DEADLINE_EXCEEDED|coordination service"
     r"|TCPStore|ChildFailedError|monitoredBarrier|Detected mismatch between collectives"
     r"|DistNetworkError|DistBackendError|[Cc]onnection was likely closed|Connection refused"
     r"|NCCL (?:[Ee]rror|communicator)|remote process|ncclCommInitRank|unhandled system error"
@@ -136,21 +137,35 @@ _WORDS: Sequence[tuple[re.Pattern[str], Cause]] = (
         "out_of_memory",
     ),
     (
-        re.compile(r"\b(?:found|is|are) (?:nan|inf)\b|loss scale already at minimum", re.I),
+        re.compile(
+            r"\b(?:found|is|are) (?:nan|inf)\b|loss scale already at minimum"
+            r"|(?:loss|norm|grad\w*)\W{1,4}nan\b", re.I,
+        ),
         "diverged",
     ),
     (
         re.compile(
             r"Failed to connect to GCS|client socket has failed|Name or service not known"
             r"|creating a placement group|connectFullMesh|name resolution|host not found"
+            r"|[Tt]imed out waiting for tasks to start"
         ),
         "init_deadlock",
+    ),
+    (
+        re.compile(r"Got completion .{0,80}with (?:error|status)|IBV_WC_|ibv_\w+ failed"),
+        "network",
+    ),
+    (re.compile(r"Cuda failure"), "gpu_error"),
+    (re.compile(r"Unable to load NCCL|XlaRuntimeError: INTERNAL"), "nccl_internal"),
+    (
+        re.compile(r"[Ss]erver is not up yet"),
+        "server_unhealthy",
     ),
     (
         re.compile(r"Duplicate GPU|invalid usage|Assertion .{1,200} failed|Assertion failed"),
         "user_code",
     ),
-)
+)  # fmt: skip
 
 
 def cause_of_words(text: str) -> Cause | None:

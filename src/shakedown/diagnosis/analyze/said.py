@@ -17,6 +17,9 @@ from shakedown.diagnosis.summary import Told, loudest
 _LOUD = 3  # from here on a line is an error, see read/notable.py
 # An inference engine's process, by its title or the package of the line that raised.
 _SERVERS = re.compile(r"^inference|EngineCore|VllmWorker|\b(?:vllm|sglang)/")
+# Lines of these are also written while a job stands or goes on.
+_MAY_STAND: frozenset[Cause] = frozenset({"server_unhealthy", "diverged"})
+_CUT_OFF = "a traceback that is cut off"
 _WENT_ON = 60  # lines, a long traceback's included
 # Beside these an exception may be what others' end made of a process.
 _OTHERS_END = frozenset({"timeout", "abort", "nccl_error", "gpu_error", "oom", "node", "cancelled"})
@@ -47,11 +50,12 @@ def by_its_words(s: Situation) -> Hypothesis | None:
     row, cause = found
     if cause == "user_code" and _SERVERS.search(f"{row.who} {row.text}"):
         cause = "server_unhealthy"
+    ended = cause not in _MAY_STAND or any(r.raised or _CUT_OFF in r.text for r in own)
     path, _, line = row.source.rpartition(":")
     place = SourceRef(path, int(line), row.text) if line.isdecimal() else SourceRef(row.source)
     return conclude(
         s, cause, f"{row.who}: {row.text}" if row.who else row.text, sure="likely",
-        evidence=[place], state="exited",
+        evidence=[place], state="exited" if ended else s.end_state if s.ranks else "unknown",
     )  # fmt: skip
 
 

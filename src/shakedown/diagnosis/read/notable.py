@@ -48,7 +48,7 @@ _WORDS: tuple[tuple[int, tuple[str, ...], re.Pattern[str]], ...] = (
             "unavailable", "too many", "too few", "no available", "not found", "no such", "didn't",
             "did not", "not enough", "insufficient", "duplicate", "check failed", "assert",
             "invalid", "illegal", "not known", "not supported", "unsupported", "incompatible",
-            "corrupt", "no space", "quota", "overflow", "found nan", "is nan", "conflict",
+            "corrupt", "no space", "quota", "overflow", "nan", "conflict",
         ),
         re.compile(
             r"(?:error|exception)s?\b|\bfail(?:ed|ure|ures|s|ing)?\b|\btime[d]?[- ]?out\b|\bstuck\b"
@@ -58,7 +58,7 @@ _WORDS: tuple[tuple[int, tuple[str, ...], re.Pattern[str]], ...] = (
             r"|not found|no such|did(?:n't| not)\b|not enough|insufficient|\bduplicate\b"
             r"|check failed|\bassert(?:ion)?\b|\binvalid\b|\billegal\b|not known|not supported"
             r"|unsupported|incompatible|\bcorrupt\w*|no space|\bquota\b|\boverflow\w*"
-            r"|\b(?:found|is) nan\b|\bconflict\w*"
+            r"|\b(?:found|is) nan\b|(?:loss|norm|grad\w*)\W{1,4}nan\b|\bconflict\w*"
         ),
     ),
     (

@@ -99,6 +99,7 @@ MAX_LISTED = 1000  # findings of one kind; a note counts the rest
 
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # how PowerShell redirects
 _COLOUR = re.compile(rb"\x1b\[[0-9;]{0,20}[mKGHJ]")
+_JSON = re.compile(r"^\s*[{\[]+\s*(?:\"|\d|$)")
 _JSON_LINES = re.compile(r"^\s*[{\[]")
 
 
@@ -189,7 +190,7 @@ class _Reading:
                 source = replace(source, identity=identity, trailing=trailing, sample=sample)
                 rows = read_one(source)
                 if not rows:
-                    if not (source.looks_binary or _JSON_LINES.match(source.text[:200])) and (
+                    if not (source.looks_binary or _JSON.match(source.text[:200])) and (
                         seen := digest(source, identity)
                     ):
                         self._plain[found.name] = seen
