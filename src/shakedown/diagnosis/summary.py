@@ -377,7 +377,7 @@ def describe_path(path: Sequence[Frame]) -> str:
     native = [f for f in path if not _C_LIBRARY.search(f"{f.file} {f.function}")]
     of_python = python_frames(path)
     inner = list(reversed(of_python or native or list(path)))
-    users = user_frames(path) if of_python else []
+    users = [f for f in user_frames(path) if not f.file.startswith("<")] if of_python else []
     chosen = inner[: 2 if of_python else 3]
     if users and users[-1] not in chosen:
         chosen.append(users[-1])

@@ -145,7 +145,7 @@ def test_a_thread_that_works_is_told_beside_the_main_one(tmp_path: Path) -> None
 def test_lines_above_the_last_one_are_told_where_there_is_room(tmp_path: Path) -> None:
     rows = summary_of(tmp_path, {"train.log": "loading\nsharding weights\ncompiling kernel 3\n"})
 
-    assert [row.partition(": ")[2] for row in rows["logs"]] == [
+    assert [row.partition(": ")[2] for row in [*rows["logs"], *rows["before"]]] == [
         "compiling kernel 3", "sharding weights", "loading",
     ]  # fmt: skip
 

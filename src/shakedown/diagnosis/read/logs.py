@@ -14,7 +14,7 @@ from shakedown.diagnosis.read.source import EvidenceFile, lines_with
 from shakedown.diagnosis.read.step_times import step_lengths, step_lines
 from shakedown.diagnosis.read.together import LOCAL
 from shakedown.diagnosis.read.tracebacks import CHAINED, HEAD, Tracebacks, cut_tracebacks
-from shakedown.diagnosis.records import Identity, LogEnd, LogEvent, Record, clean
+from shakedown.diagnosis.records import Identity, LogEnd, LogEvent, Record, clean, shorten
 
 _LOG_NAME = re.compile(
     r"\.(?:log|out|err|stdout|stderr)(?:\.\d+)?(?:\.gz)?$|(?:^|/)log[^/]*\.txt(?:\.gz)?$|^slurm-.*$"
@@ -191,7 +191,12 @@ def _line_events(
         if match:
             found.append(
                 LogEvent(
-                    kind, who, clean(line.strip()), source.place(number, line), (), groups_of(match)
+                    kind,
+                    who,
+                    shorten(line.strip()),
+                    source.place(number, line),
+                    (),
+                    groups_of(match),
                 )
             )
     return found
