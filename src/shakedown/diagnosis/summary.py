@@ -35,7 +35,7 @@ SECTIONS = {
     "ended": "errors and ends",
     "stacks": "where processes stand",
     "groups": "process groups",
-    "moved": "between two looks",
+    "moved": "movement",
     "logs": "last lines of logs",
     "before": "lines above them",
 }
@@ -442,6 +442,11 @@ def _moved(s: Situation) -> Iterator[Seen]:
     for what, moved in (("moved", True), ("did not move", False)):
         if found := [r for r in looked if (r in s.moving) == moved]:
             yield Seen(f"{_names(f'rank {r}' for r in found)} {what} between two looks", "", 1.0)
+    logs = [(c.name, end) for c in _components(s.facts) for end in c.logs]
+    logs += [(end.place.path, end) for end in s.facts.ends]
+    if stepping := [(name, end) for name, end in logs if end.stepping]:
+        names = _names(dict.fromkeys(name for name, _ in stepping))
+        yield Seen(f"steps go on to the end of the log of {names}", str(stepping[0][1].place), 1.0)
 
 
 def _times(component: ComponentFacts) -> int:
