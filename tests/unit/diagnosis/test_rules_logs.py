@@ -153,7 +153,7 @@ CASES = {
     "error that any library raises": Case(
         {"rank_0.log": traceback("RuntimeError: Gloo connectFullMesh failed with no error"),
          "rank_1.log": "step 1\n"},
-        "unknown", state="unknown",
+        "init_deadlock", state="exited",
     ),
     "exit code beside victims": Case(
         {"job.log": "srun: error: n2: task 1: Exited with exit code 1\n",

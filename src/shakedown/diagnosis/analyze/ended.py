@@ -14,6 +14,7 @@ from shakedown.diagnosis.analyze.raised import (
     KILLED_FOR,
     OWN,
     cause_of,
+    cause_of_words,
     is_vague,
     is_victims,
     own_cause,
@@ -99,7 +100,7 @@ def _ended(s: Situation, culprits: list[int], raised: Mapping[int, LogEvent]) ->
         # A port is the configuration's: who came second to it is not at fault. What is full for
         # several ranks is full for all.
         ranks=[] if shared or alone or silent else culprits,
-        roles=[ENGINE] if alone else [],
+        roles=[ENGINE] if alone and cause not in ("init_deadlock", "network") else [],
         sure="told",
         evidence=places + [c for r in culprits[1:4] for c in _death(s.ranks[r], raised.get(r))[1]],
         remedy="" if cause == "diverged" else _REPAIR,
@@ -149,11 +150,18 @@ def _why_ended(s: Situation, rank: int, raised: LogEvent | None) -> Cause:
     if told is not None or s.facts.of_engine:
         return told or "server_unhealthy"
     if raised is not None:
-        return "user_code"  # also where its last line is cut off
+        return "user_code" if raised.detail.get("exception") else _beside(s, raised)
     # The kernel tells of a kill for memory, torchrun of a rank that was killed: of one end.
     if s.ranks[rank].exit_code == -signal.SIGKILL and _of_memory(s):
         return "out_of_memory"
     return "missing_rank"  # it went without a word
+
+
+def _beside(s: Situation, raised: LogEvent) -> Cause:
+    """Of a traceback whose last line is cut off: what another line of its file tells."""
+    rows = [d for d in s.facts.digests if d.place.path == raised.place.path]
+    words = [cause_of_words(line.text) for d in rows for line in d.notable]
+    return next((cause for cause in words if cause), "user_code")
 
 
 def _others_wait(s: Situation, rank: int) -> bool:

@@ -122,7 +122,10 @@ _TELLING = frozenset(
 def job_state(s: Situation) -> Hypothesis | None:
     """What Slurm says of a job that is over, where nothing else was given but silent logs."""
     states, places = _in_slurm(s)
-    if set(states.values()) == {"COMPLETED"}:
+    failed = {"exit", "cancelled", "abort", "traceback"}.intersection(
+        event.kind for event in s.facts.all_events()
+    )
+    if set(states.values()) == {"COMPLETED"} and not failed:
         return conclude(
             s,
             "healthy", f"Slurm: {_told(states)}", sure="seen", evidence=places, state="exited",

@@ -13,7 +13,7 @@ _VICTIM = re.compile(
     r"closed by peer|reset by peer|Broken ?pipe|Socket closed|Watchdog caught|nccl[A-Z]\w+Error"
     r"|communicator was aborted|KeyboardInterrupt|SystemExit|SIGTERM|[Tt]imed? ?out|DistStoreError"
     r"|SignalException|Rendezvous\w*Error"
-    r"|DEADLINE_EXCEEDED|coordination service"
+    r"|coordination service"
     r"|TCPStore|ChildFailedError|monitoredBarrier|Detected mismatch between collectives"
     r"|DistNetworkError|DistBackendError|[Cc]onnection was likely closed|Connection refused"
     r"|NCCL (?:[Ee]rror|communicator)|remote process|ncclCommInitRank|unhandled system error"
@@ -139,30 +139,42 @@ _WORDS: Sequence[tuple[re.Pattern[str], Cause]] = (
     (
         re.compile(
             r"\b(?:found|is|are) (?:nan|inf)\b|loss scale already at minimum"
+            r"|overflow detected, setting loss scale to: 0\.0|reducing to 0\.0"
             r"|(?:loss|norm|grad\w*)\W{1,4}nan\b", re.I,
         ),
         "diverged",
     ),
     (
         re.compile(
-            r"Failed to connect to GCS|client socket has failed|Name or service not known"
+            r"Failed to connect to GCS|client socket has (?:failed|timed out)"
+            r"|Name or service not known"
             r"|creating a placement group|connectFullMesh|name resolution|host not found"
             r"|[Tt]imed out waiting for tasks to start"
         ),
         "init_deadlock",
     ),
     (
-        re.compile(r"Got completion .{0,80}with (?:error|status)|IBV_WC_|ibv_\w+ failed"),
+        re.compile(
+            r"Got completion .{0,80}with (?:error|status)|IBV_WC_|ibv_\w+ failed"
+            r"|Connection timed|No route to host|Connect to \S{1,80} failed"
+        ),
         "network",
     ),
+    # A barrier of JAX's coordination service.
+    (re.compile(r"DEADLINE_EXCEEDED|Barrier timed out"), "missing_rank"),
     (re.compile(r"Cuda failure"), "gpu_error"),
     (re.compile(r"Unable to load NCCL|XlaRuntimeError: INTERNAL"), "nccl_internal"),
     (
-        re.compile(r"[Ss]erver is not up yet"),
+        re.compile(
+            r"[Ss]erver is not up yet|[Ss]erver launch failed|failed to launch .{0,40}server"
+        ),
         "server_unhealthy",
     ),
     (
-        re.compile(r"Duplicate GPU|invalid usage|Assertion .{1,200} failed|Assertion failed"),
+        re.compile(
+            r"Duplicate GPU|invalid usage|Assertion .{1,200} failed|Assertion failed"
+            r"|Error locating target|container start failed|unrecognized arguments"
+        ),
         "user_code",
     ),
 )  # fmt: skip
@@ -198,8 +210,9 @@ def own_cause(component: ComponentFacts) -> Cause | None:
 
 
 def told_cause(raised: LogEvent) -> Cause | None:
-    """What an exception is by its text alone."""
-    return next((cause for pattern, cause in _RAISED if pattern.search(raised.text)), None)
+    """What an exception is by its text alone. A NaN that one rank found may be its GPU's."""
+    told = cause_of_words(raised.text)
+    return None if told == "diverged" and "DivergedError" not in raised.text else told
 
 
 def cause_of(raised: LogEvent) -> Cause | None:

@@ -16,18 +16,21 @@ from shakedown.diagnosis.summary import Told, loudest
 
 _LOUD = 3  # from here on a line is an error, see read/notable.py
 # An inference engine's process, by its title or the package of the line that raised.
-_SERVERS = re.compile(r"^inference|EngineCore|VllmWorker|\b(?:vllm|sglang)/")
+_SERVERS = re.compile(r"EngineCore|VllmWorker|\b(?:vllm|sglang)/")
 # Lines of these are also written while a job stands or goes on.
 _MAY_STAND: frozenset[Cause] = frozenset({"server_unhealthy", "diverged"})
+_A_METRIC = re.compile(r"(?:loss|norm|grad\w*)\W{1,4}nan\b|not up yet", re.I)
 _CUT_OFF = "a traceback that is cut off"
 _WENT_ON = 60  # lines, a long traceback's included
 # Beside these an exception may be what others' end made of a process.
 _OTHERS_END = frozenset({"timeout", "abort", "nccl_error", "gpu_error", "oom", "node", "cancelled"})
 # Raised by whoever watches a process, whose own error is elsewhere.
 _OF_A_WATCHER = re.compile(
-    r"^(?:\w+\.)*(?:CalledProcessError|\w*Cancelled\w*|ProcessRaised\w+|ProcessExited\w+|\w*TaskError"
+    r"^(?:\w+\.)*(?:CalledProcessError|\w*Cancelled\w*|ProcessRaised\w+|ProcessExited\w+|\w*TaskError(?!\((?:Attribute|Type|Value|Key|Index|Name|Import|\w*NotFound)Error)"
     r"|TrainingFailedError|WorkerGroupError|\w*Failures?|\w*Timeout\w*|AssertionError:?$)"
     r"|exit code|\bdied\b|failed to start"
+    # noise of a clean-up, and an analyser's own complaint about its inputs
+    r"|\.nfs[0-9a-f]+|Broken ?pipe|\bexit \d+ \(read\)|missing files:|trace file names"
 )
 
 
@@ -42,15 +45,24 @@ def by_its_words(s: Situation) -> Hypothesis | None:
         or any("KeyboardInterrupt" in row.text for row in rows)
     ):
         return None
-    own = [r for r in rows if r.weight >= _LOUD and not r.follows and not _outlived(s, r)]
-    known = [(row, cause) for row in own if (cause := cause_of_words(row.text))]
+    loud = [row for row in rows if row.weight >= _LOUD and not _outlived(s, row)]
+    own = [row for row in loud if not row.follows]
+    told = [(row, cause_of_words(row.text)) for row in loud]
+    # A start that others' absence ends is a start that fails.
+    known = [(r, c) for r, c in told if c and (not r.follows or c == "init_deadlock")]
     found = min(known or _exceptions(s, own), key=lambda pair: _when(pair[0]), default=None)
     if found is None:
         return None
     row, cause = found
+    if cause == "conditional_collective":
+        cause = "user_code"  # nobody waits
     if cause == "user_code" and _SERVERS.search(f"{row.who} {row.text}"):
         cause = "server_unhealthy"
-    ended = cause not in _MAY_STAND or any(r.raised or _CUT_OFF in r.text for r in own)
+    ended = (
+        cause not in _MAY_STAND
+        or not _A_METRIC.search(row.text)
+        or any(r.raised or _CUT_OFF in r.text for r in own)
+    )
     path, _, line = row.source.rpartition(":")
     place = SourceRef(path, int(line), row.text) if line.isdecimal() else SourceRef(row.source)
     return conclude(

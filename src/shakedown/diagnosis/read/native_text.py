@@ -80,17 +80,17 @@ def _stack(
 _GDB_THREAD = re.compile(r'^Thread (\d{1,7}) \(.{0,60}?LWP (\d{1,8})\)?(?: "([^"]{0,80})")?')
 # `#1  0x00007f03 in ncclCommAbort (comm=0x5555) at init.cc:1508`, `#0  accept4 () from libc.so.6`
 _GDB_FRAME = re.compile(
-    r"^#\d{1,4} +(?:0x[0-9a-fA-F]{1,16} in )?(\S[^(]{0,300}?)(?: ?\(.{0,2000}\))?(?: const)?"
+    r"^>?#\d{1,4} +(?:0x[0-9a-fA-F]{1,16} in )?(\S[^(]{0,300}?)(?: ?\(.{0,2000}\))?(?: const)?"
     r"(?: (?:at|from) (\S{1,300}?)(?::(\d{1,9}))?)?\s*$"
 )
 
 
-_GDB_FIRST = re.compile(r"^#0 +\S+ (?:in |\()", re.M)
+_GDB_ANY = re.compile(r"^>?#\d{1,4} +(?:0x[0-9a-f]{6,16} in \S|\S+ \()", re.M)
 
 
 def parse_gdb(source: EvidenceFile) -> list[Record]:
     """`thread apply all bt` or `bt`, below a header that says whose: one stack a process."""
-    if not _GDB_FIRST.search(source.text):
+    if not _GDB_ANY.search(source.text):
         return []
     reader = _Gdb(source)
     for number, text in enumerate(source.lines, start=1):
@@ -118,13 +118,15 @@ class _Gdb:
                 self.flush()
             self._begin(number, int(match[1]), int(match[2]), match[3] or "")
         elif (match := _GDB_FRAME.match(text)) is not None:
-            if text.startswith("#0 ") and self._open != []:  # `bt` alone has no thread's line
+            # `bt` alone has no thread's line, and a paste may begin in the middle.
+            if self._open is None or (text.lstrip(">").startswith("#0 ") and self._open):
                 self.flush()
                 self._begin(number, 1, None, "")
-            if self._open is None:
-                return
             file = clean(match[2] or "?", 300)
-            self._open.append(Frame(clean(match[1], 200), file, int(match[3] or 0)))
+            self._frames().append(Frame(clean(match[1], 200), file, int(match[3] or 0)))
+
+    def _frames(self) -> list[Frame]:
+        return self._open if self._open is not None else []
 
     def _begin(self, number: int, thread: int, lwp: int | None, name: str) -> None:
         self._line = self._line or number

@@ -29,8 +29,9 @@ _PYSTACK = re.compile(r"^\s+\((?:Python|C)\) File ")
 _RANKS = re.compile(r"ranks|rank\D?\d+\D{1,4}\d")
 # A file with none of these and without a header holds no stack: a long log is not read by lines.
 _SIGNS = re.compile(
-    r"Thread(?: (?:0x)?[0-9A-Fa-f]{1,32})?(?: \([a-z+]{1,40}\))?:|Process \d{1,8}:"
-    r"|Error: (?:Failed to|Permission [Dd]enied|No such|Couldn't|py-spy)|Permission Denied: Try"
+    r"Thread(?: (?:0x)?[0-9A-Fa-f]{1,32})?(?: \([a-z+]{1,40}\)(?::|$)|:)|Process \d{1,8}:"
+    r"|Error: (?:Failed to|Permission [Dd]enied|No such|Couldn't|py-spy)|Permission Denied: Try",
+    re.M,
 )
 _ERROR = re.compile(
     r"^(?:Error: (?:Failed to|Permission [Dd]enied|No such|Couldn't|py-spy)|Permission Denied: Try"

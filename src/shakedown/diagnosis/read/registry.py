@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from shakedown.diagnosis.read import (
     evidence,
@@ -67,30 +67,67 @@ class Evidence:
 
 Parser = Callable[[EvidenceFile], list[Record]]
 JsonParser = Callable[[EvidenceFile, Any], list[Record] | None]
+P = TypeVar("P")
+
+
+@dataclass(frozen=True)
+class Format(Generic[P]):
+    """A reader, and what its format is recognised by, for the table of docs/hang.md."""
+
+    parse: P
+    recognised_by: str
+
 
 # A JSON value is offered to each in turn; None means "not mine".
 # "gpus" and "ray" come before "shakedown evidence", which takes every value with a schema of ours.
-JSON_FORMATS: dict[str, JsonParser] = {
-    "py-spy json": pyspy_json.parse,
-    "flight recorder json": flight_recorder.parse_json,
-    "gpus": evidence.parse_gpus,
-    "ray": ray.parse,
-    "shakedown evidence": evidence.parse_json,
-    "nccl ras json": ras.parse_json,
+JSON_FORMATS: dict[str, Format[JsonParser]] = {
+    "py-spy json": Format(pyspy_json.parse, "a list of threads with frames"),
+    "flight recorder json": Format(
+        flight_recorder.parse_json,
+        "`version` with `entries`, `pg_config` or `pg_status` (also as a pickle)",
+    ),
+    "gpus": Format(evidence.parse_gpus, "`HOST-gpus.json` of `hang collect`"),
+    "ray": Format(ray.parse, "`HOST-ray.json` of `hang collect`"),
+    "shakedown evidence": Format(
+        evidence.parse_json, "heartbeats, `collected-HOST.json`, `beats-HOST.json`, `outcome.json`"
+    ),
+    "nccl ras json": Format(ras.parse_json, "`nccl_version` with `communicators`"),
 }
 
 # Text may hold several formats at once (a log with a stack dump in it): all of them read it.
-TEXT_FORMATS: dict[str, Parser] = {
-    "py-spy text": pyspy_text.parse,
-    "pystack text": native_text.parse_pystack,
-    "gdb": native_text.parse_gdb,
-    "faulthandler": faulthandler_text.parse,
-    "process state": process_state.parse,
-    "nccl ras": ras.parse_text,
-    "slurm": slurm.parse,
-    "reports": reports.parse,
-    "placements": placements.parse,
-    "log": logs.parse,
+TEXT_FORMATS: dict[str, Format[Parser]] = {
+    "py-spy text": Format(
+        pyspy_text.parse,
+        '`Process 41: ...`, `Thread 41 (idle): "MainThread"`; of many processes below headers such '
+        "as `===== rank 3 =====` or behind prefixes such as `3: `, `node3: `, `[rank3]:`",
+    ),
+    "pystack text": Format(native_text.parse_pystack, "its thread lines"),
+    "gdb": Format(
+        native_text.parse_gdb, "`#0  0x... in poll ()`, of `bt` or `thread apply all bt`"
+    ),
+    "faulthandler": Format(
+        faulthandler_text.parse, "`Current thread 0x... (most recent call first)`"
+    ),
+    "process state": Format(
+        process_state.parse,
+        "`ps` tables with `PID` and `STAT`; `/proc/PID/status`, `/proc/PID/stack`",
+    ),
+    "nccl ras": Format(ras.parse_text, "`#0-0 (hash) INCOMPLETE`"),
+    "slurm": Format(slurm.parse, "`scontrol show`, `sacct`; what ssh and pdsh say of a host"),
+    "reports": Format(
+        reports.parse,
+        "torch's debug server (`=== Rank 3: http://...`), torchfrtrace (`missing ranks: {5}`), "
+        "Horovod's stall inspector, NCCL's `opCount` lines",
+    ),
+    "placements": Format(
+        placements.parse, "`ncclCommInitRank`, DeepSpeed's `spawned with command`, `world_size`"
+    ),
+    "log": Format(
+        logs.parse,
+        "tracebacks, NCCL's watchdog, desync report, monitored barrier, gloo, torchrun, srun, "
+        "the kernel's log (oom-kill, Xid, blocked tasks), lengths of steps; any other text by its "
+        "words and its last lines",
+    ),
 }
 # Those that are read process by process where each line says whose it is.
 _OF_PROCESSES = ("py-spy text", "pystack text", "gdb", "faulthandler")
@@ -241,9 +278,9 @@ def read_one(source: EvidenceFile) -> dict[str, list[Record]]:
             return found
     parts = split(source)
     rows: dict[str, list[Record]] = json_parts.parse(source, _judge_json)
-    for label, parse in TEXT_FORMATS.items():
+    for label, reader in TEXT_FORMATS.items():
         for part in parts if parts and label in _OF_PROCESSES else [source]:
-            rows.setdefault(label, []).extend(parse(part))
+            rows.setdefault(label, []).extend(reader.parse(part))
     return {label: row for label, row in rows.items() if row}
 
 
@@ -256,8 +293,8 @@ def _read_json(source: EvidenceFile) -> dict[str, list[Record]]:
 
 
 def _judge_json(source: EvidenceFile, body: Any) -> dict[str, list[Record]]:
-    for label, parse in JSON_FORMATS.items():
-        rows = parse(source, body)
+    for label, known in JSON_FORMATS.items():
+        rows = known.parse(source, body)
         if rows is not None:
             return {label: rows}
     return {}
