@@ -14,6 +14,7 @@ from shakedown.diagnosis.analyze.raised import OWN, root_exception
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.analyze.storage import told_of
 from shakedown.diagnosis.read.placements import ENGINE
+from shakedown.diagnosis.read.reports import READY
 from shakedown.diagnosis.records import SourceRef
 from shakedown.stacks.frames import Frame, user_frames
 from shakedown.stacks.waits import asks_to_generate, awaits_result
@@ -383,6 +384,12 @@ def told_missing(s: Situation) -> Hypothesis | None:
     # A report that some rank writes of others; it may also list all that have not finished.
     told = [e for e in reports if e.detail.get("ranks")]
     reported = any("joined but didn't finish" not in e.text for e in told)
+    ready = next((e for e in reports if e.text.startswith(READY)), None)
+    if not named and ready is not None:
+        return conclude(
+            s, "missing_rank", ready.text, sure="likely", evidence=[ready.place],
+            needed=["stacks of the ranks that are not ready"],
+        )  # fmt: skip
     # RAS or a watchdog that lists every rank tells none from the others.
     if not named or (len(named) == len(everyone) and not reported):
         return None

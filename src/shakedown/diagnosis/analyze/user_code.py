@@ -25,11 +25,17 @@ _ROLES = (
 )
 
 
+_SCRIPT = re.compile(r"(?:train|run|main|launch|finetune|pretrain)", re.I)
+
+
 def role_of(frames: Sequence[Frame]) -> str:
     """The role of the innermost frame that has one by its name; empty where none has."""
     for frame in reversed(frames):
+        leaf = frame.file.rsplit("/", 1)[-1]
+        # `train_reward_model.py` is the trainer's own, whatever it trains.
+        named = frame.function if _SCRIPT.match(leaf) else f"{frame.function} {leaf}"
         for role, pattern in _ROLES:
-            if pattern.search(frame.function) or pattern.search(frame.file.rsplit("/", 1)[-1]):
+            if pattern.search(named):
                 return role
     return ""
 

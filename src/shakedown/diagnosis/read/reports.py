@@ -25,7 +25,8 @@ _ROW = re.compile(
 )
 # Horovod's stall inspector: `4: [allreduce.0, ...]` below `Stalled ranks:`, and before 0.17
 # `allreduce.0 [missing ranks: 4]`.
-_STALLED, _WITHOUT = "Stalled ranks:", "[missing ranks:"
+_STALLED, _WITHOUT = re.compile(r"(?:Stalled|Missing) ranks: ?$", re.M), "[missing ranks:"
+_READY = re.compile(r"\[ready ranks: ?(\d[\d, ]{0,400})\]")
 _OF_RANK = re.compile(r"(?:^|[\s:>])(\d{1,7}): \[(.{0,3000}?)(?:\]|$)")
 _ABSENT = re.compile(r"\[missing ranks: ?(\d[\d, ]{0,400})\]")
 # `n1:41:52 [3] NCCL INFO AllReduce: opCount 1e7 sendbuff ... comm 0x55 [nranks=16] ...`, and the
@@ -90,14 +91,20 @@ def _of_tables(source: EvidenceFile) -> Iterator[LogEvent]:
             yield _event(source, number, text, _listed(match["missing"]))
 
 
+READY = "Horovod: ready ranks:"
+
+
 def _of_horovod(source: EvidenceFile) -> Iterator[LogEvent]:
     """The last report: a rank that was late once may have come."""
     text = source.text
-    if _STALLED not in text and _WITHOUT not in text:
+    if not _STALLED.search(text) and _WITHOUT not in text:
+        if ready := _READY.search(text):  # before 0.16 it told who waits
+            line = text.count("\n", 0, ready.start()) + 1
+            yield _event(source, line, f"{READY} {ready[1]}; the others have not submitted it", [])
         return
     at, rows = 0, dict[int, str]()
     for number, line in enumerate(source.lines, start=1):
-        if _STALLED in line:
+        if _STALLED.search(line):
             at, rows = number, {}
         elif at and number == at + len(rows) + 1 and (match := _OF_RANK.search(line)):
             rows[int(match[1])] = match[2]
