@@ -25,7 +25,8 @@ _ROW = re.compile(
 )
 # Horovod's stall inspector: `4: [allreduce.0, ...]` below `Stalled ranks:`, and before 0.17
 # `allreduce.0 [missing ranks: 4]`.
-_STALLED, _WITHOUT = re.compile(r"(?:Stalled|Missing) ranks: ?$", re.M), "[missing ranks:"
+_STALLED = re.compile(r"(?:Stalled|Missing) ranks: ?$", re.M)
+_WITHOUT = "[missing ranks:"
 _READY = re.compile(r"\[ready ranks: ?(\d[\d, ]{0,400})\]")
 _OF_RANK = re.compile(r"(?:^|[\s:>])(\d{1,7}): \[(.{0,3000}?)(?:\]|$)")
 _ABSENT = re.compile(r"\[missing ranks: ?(\d[\d, ]{0,400})\]")
@@ -99,10 +100,11 @@ def _of_horovod(source: EvidenceFile) -> Iterator[LogEvent]:
     text = source.text
     if not _STALLED.search(text) and _WITHOUT not in text:
         if ready := _READY.search(text):  # before 0.16 it told who waits
-            line = text.count("\n", 0, ready.start()) + 1
-            yield _event(source, line, f"{READY} {ready[1]}; the others have not submitted it", [])
+            at = text.count("\n", 0, ready.start()) + 1
+            yield _event(source, at, f"{READY} {ready[1]}; the others have not submitted it", [])
         return
-    at, rows = 0, dict[int, str]()
+    at = 0
+    rows: dict[int, str] = {}
     for number, line in enumerate(source.lines, start=1):
         if _STALLED.search(line):
             at, rows = number, {}
