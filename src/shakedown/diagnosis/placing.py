@@ -1,7 +1,7 @@
 """From records to facts: every record is put to the component that it speaks of."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -188,7 +188,10 @@ def _add(component: ComponentFacts, record: Any) -> None:
 
 def _place_children(facts: Facts, loose: list[Stack]) -> None:
     """A child's stack goes to its parent's component; children of children too."""
-    owner = {pid: c for c in [*facts.ranks.values(), *facts.roles.values()] for pid in c.pids}
+    rows = [(pid, c) for c in [*facts.ranks.values(), *facts.roles.values()] for pid in c.pids]
+    # The first processes of two containers have one id, which alone names neither.
+    several = {pid for pid, times in Counter(pid for pid, _ in rows).items() if times > 1}
+    owner = {pid: c for pid, c in rows if pid not in several}
     found = True
     # As long as something was placed: a child of a child may come before its parent.
     while found:

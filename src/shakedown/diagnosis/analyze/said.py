@@ -14,7 +14,7 @@ from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.records import SourceRef
 from shakedown.diagnosis.summary import Told, loudest
 
-_LOUD = 3  # from here on a line is an error, see read/notable.py
+_LOUD = 2  # from here on a line is a warning, see read/notable.py
 # An inference engine's process, by its title or the package of the line that raised.
 _SERVERS = re.compile(r"EngineCore|VllmWorker|\b(?:vllm|sglang)/")
 # Lines of these are also written while a job stands or goes on.
@@ -26,8 +26,10 @@ _WENT_ON = 60  # lines, a long traceback's included
 _OTHERS_END = frozenset({"timeout", "abort", "nccl_error", "gpu_error", "oom", "node", "cancelled"})
 # Raised by whoever watches a process, whose own error is elsewhere.
 _OF_A_WATCHER = re.compile(
-    r"^(?:\w+\.)*(?:CalledProcessError|\w*Cancelled\w*|ProcessRaised\w+|ProcessExited\w+|\w*TaskError(?!\((?:Attribute|Type|Value|Key|Index|Name|Import|\w*NotFound)Error)"
-    r"|TrainingFailedError|WorkerGroupError|\w*Failures?|\w*Timeout\w*|AssertionError:?$)"
+    r"^(?:\w+\.)*(?:CalledProcessError|\w*Cancelled\w*|ProcessRaised\w+|ProcessExited\w+"
+    r"|\w*TaskError(?!\((?:Attribute|Type|Value|Key|Index|Name|Import|\w*NotFound)Error)"
+    r"|TrainingFailedError|WorkerGroupError|RaySystemError|\w*Unpickling\w*|\w*Failures?"
+    r"|\w*Timeout\w*|AssertionError:?$)"
     r"|exit code|\bdied\b|failed to start"
     # noise of a clean-up, and an analyser's own complaint about its inputs
     r"|\.nfs[0-9a-f]+|Broken ?pipe|\bexit \d+ \(read\)|missing files:|trace file names"
@@ -35,7 +37,7 @@ _OF_A_WATCHER = re.compile(
 
 
 def by_its_words(s: Situation) -> Hypothesis | None:
-    """The first error by time whose words give a cause, else the only kind of exception."""
+    """The first error by time whose words give a cause, else the first exception."""
     rows = loudest(s)
     # A stage of ours has its supervisor's word.
     if (
@@ -75,9 +77,7 @@ def _exceptions(s: Situation, own: Sequence[Told]) -> list[tuple[Told, Cause]]:
     """Of a job of which nothing else ended."""
     if _OTHERS_END.intersection(e.kind for e in s.facts.all_events()):
         return []
-    rows = [row for row in own if row.raised]
-    if any(_OF_A_WATCHER.search(row.text) for row in rows):
-        return []
+    rows = [row for row in own if row.raised and not _OF_A_WATCHER.search(row.text)]
     return [(row, "user_code") for row in rows]
 
 
