@@ -6,7 +6,7 @@ from shakedown.config.command import CommandStage
 from shakedown.config.runtime_stage import StageConfig
 from shakedown.config.schema import Config, ServeConfig
 from shakedown.core.errors import UsageError
-from shakedown.core.verdict import Finding
+from shakedown.core.verdict import Finding, advice, fault
 
 # Options that bound an engine's share of a GPU's memory; without one, it takes almost all.
 MEMORY_OPTIONS = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
@@ -67,7 +67,7 @@ def lint_capacity(config: Config) -> list[Finding]:
         key = f"stages.{name}"
         if stage.nodes > config.cluster.nodes:
             expected = f"at most cluster.nodes: {config.cluster.nodes}"
-            findings.append(_finding("nodes", f"{key}.nodes", stage.nodes, expected))
+            findings.append(fault("nodes", f"{key}.nodes", stage.nodes, expected))
         elif isinstance(stage, CommandStage):
             findings += _lint_command(config, key, stage)
         else:
@@ -81,7 +81,7 @@ def _lint_command(config: Config, key: str, stage: CommandStage) -> list[Finding
         return []
     expected = f"at most the {gpus} GPUs of a node (cluster.gpus_per_node)"
     subject, remedy = f"{key}.ranks_per_node", "several ranks share a GPU"
-    return [_finding("gpus", subject, stage.ranks_per_node, expected, remedy=remedy, warn=True)]
+    return [advice("gpus", subject, stage.ranks_per_node, expected, remedy=remedy)]
 
 
 def _lint_server(config: Config) -> list[Finding]:
@@ -94,11 +94,11 @@ def _lint_server(config: Config) -> list[Finding]:
     if part.world > gpus:
         expected = f"at most the {gpus} GPUs of one node (cluster.gpus_per_node)"
         measured = config.serve.allocation
-        return [_finding("gpus", "serve.allocation", measured, expected, remedy=_smaller(part))]
+        return [fault("gpus", "serve.allocation", measured, expected, remedy=_smaller(part))]
     if config.serve.keep and config.cluster.launcher == "local":
         expected = "false, or cluster.launcher: slurm"
         remedy = "here a server that is kept holds its GPUs while the stages run"
-        return [_finding("gpus", "serve.keep", True, expected, remedy=remedy, warn=True)]
+        return [advice("gpus", "serve.keep", True, expected, remedy=remedy)]
     return []
 
 
@@ -111,7 +111,7 @@ def _lint_stage(config: Config, key: str, stage: StageConfig) -> list[Finding]:
     gpus = config.cluster.gpus_per_node
     if not gpus:
         expected = f"a divisor of {trainer.world} ranks"
-        found = [_finding("nodes", f"{key}.nodes", stage.nodes, expected)]
+        found = [fault("nodes", f"{key}.nodes", stage.nodes, expected)]
         return found if trainer.world % stage.nodes else []
     if stage.grpo and server.world > gpus:
         return []  # already reported for serve.allocation
@@ -121,7 +121,7 @@ def _lint_stage(config: Config, key: str, stage: StageConfig) -> list[Finding]:
         return [_does_not_fit(config, key, stage, trainer, error)]
     measured = stage.allocation
     return [
-        _finding("gpus", f"{key}.allocation", measured, "groups inside a node", remedy=w, warn=True)
+        advice("gpus", f"{key}.allocation", measured, "groups inside a node", remedy=w)
         for w in placement.warnings
     ]
 
@@ -135,13 +135,13 @@ def _does_not_fit(
     try:
         place_stage(trainer, None, nodes=stage.nodes, gpus_per_node=gpus)
     except PlacementError as alone:
-        return _finding("gpus", f"{key}.allocation", stage.allocation, expected, remedy=str(alone))
+        return fault("gpus", f"{key}.allocation", stage.allocation, expected, remedy=str(alone))
     measured = f"{stage.allocation} beside the stage's server, {config.serve.allocation}"
     remedy = (
         f"{error}; take fewer ranks, a smaller serve.allocation or more nodes, "
         "or set serve.share_gpus: true"
     )
-    return _finding("gpus", f"{key}.allocation", measured, expected, remedy=remedy)
+    return fault("gpus", f"{key}.allocation", measured, expected, remedy=remedy)
 
 
 def _lint_memory(config: Config) -> list[Finding]:
@@ -156,30 +156,9 @@ def _lint_memory(config: Config) -> list[Finding]:
     remedy = f"{serve.engine} takes almost all of a GPU's memory by itself"
     expected = f"{option} beside serve.share_gpus"
     measured = list(serve.extra_args)
-    return [_finding("gpus", "serve.extra_args", measured, expected, remedy=remedy, warn=True)]
+    return [advice("gpus", "serve.extra_args", measured, expected, remedy=remedy)]
 
 
 def _smaller(part: AllocationPart) -> str:
     sizes = ", ".join(letter for letter, size in part.dims.items() if size > 1)
     return f"take a smaller {sizes}: a server runs on one node"
-
-
-def _finding(
-    check: str,
-    subject: str,
-    measured: object,
-    expected: str,
-    *,
-    remedy: str = "",
-    warn: bool = False,
-) -> Finding:
-    return Finding(
-        check=check,
-        status="warn" if warn else "fail",
-        scope="config",
-        subject=subject,
-        measured=measured,
-        expected=expected,
-        blame="user",
-        remedy=remedy,
-    )

@@ -10,7 +10,7 @@ from shakedown.config.policy import GrpoConfig
 from shakedown.config.runtime_stage import StageConfig
 from shakedown.config.schema import Config, ServeConfig
 from shakedown.core.errors import UsageError, did_you_mean
-from shakedown.core.verdict import Finding
+from shakedown.core.verdict import Finding, fault
 from shakedown.data_sources import FORMATS, parse_source
 
 
@@ -47,31 +47,18 @@ def trainer_world(stage: StageConfig) -> int:
     return int(parse_allocation(stage.allocation).parts[0].world)
 
 
-def _fail(check: str, subject: str, measured: object, expected: str, remedy: str = "") -> Finding:
-    return Finding(
-        check=check,
-        status="fail",
-        scope="config",
-        subject=subject,
-        measured=measured,
-        expected=expected,
-        blame="user",
-        remedy=remedy,
-    )
-
-
 def _lint_data(config: Config, rewards: Collection[str]) -> list[Finding]:
     findings = []
     if config.data.reward not in rewards:
         remedy = f"choose one{did_you_mean(config.data.reward, rewards)}"
         expected = "one of " + ", ".join(sorted(rewards))
-        findings.append(_fail("reward", "data.reward", config.data.reward, expected, remedy))
+        findings.append(fault("reward", "data.reward", config.data.reward, expected, remedy))
     form = config.data.format
     if form and form not in FORMATS:
         remedy = f"choose one{did_you_mean(form, FORMATS)}"
         expected = "one of " + ", ".join(FORMATS)
         # No more of the data can be judged: parse_source refuses an unknown format.
-        return [*findings, _fail("data", "data.format", form, expected, remedy)]
+        return [*findings, fault("data", "data.format", form, expected, remedy)]
     for key, value in (("train", config.data.train), ("heldout", config.data.heldout)):
         source = parse_source(value, form=form)
         if value != "demo" and not source.hub and not Path(source.place).is_file():
@@ -80,13 +67,13 @@ def _lint_data(config: Config, rewards: Collection[str]) -> list[Finding]:
                 f"or one of {', '.join(FORMATS)}"
             )
             remedy = did_you_mean(value, FORMATS).strip(" ()")
-            findings.append(_fail("data", f"data.{key}", value, expected, remedy))
+            findings.append(fault("data", f"data.{key}", value, expected, remedy))
     model = config.model.source
     # A name on the hub has one slash: `owner/name`.
     looks_local = model.startswith((".", "/")) or model.count("/") != 1 or Path(model).is_dir()
     if model != "demo" and looks_local and not (Path(model) / "config.json").is_file():
         expected = "`demo`, a Hugging Face folder with config.json, or a hub name: owner/name"
-        findings.append(_fail("model", "model.source", model, expected))
+        findings.append(fault("model", "model.source", model, expected))
     return findings
 
 
@@ -94,11 +81,11 @@ def _lint_serve(config: Config) -> list[Finding]:
     try:
         backend = parse_allocation(config.serve.allocation).parts[0].backend
     except UsageError as error:
-        return [_fail("allocation", "serve.allocation", config.serve.allocation, str(error))]
+        return [fault("allocation", "serve.allocation", config.serve.allocation, str(error))]
     engine = config.serve.engine
     if config.serve.cut and engine != backend:
         expected = f"an allocation of {engine}"
-        return [_fail("allocation", "serve.allocation", config.serve.allocation, expected)]
+        return [fault("allocation", "serve.allocation", config.serve.allocation, expected)]
     return []
 
 
@@ -111,7 +98,7 @@ def _lint_servers_users(config: Config) -> list[Finding]:
         elif own and stage.placeholders & {"server_url", "server_key_file"}:
             expected = "no {server_url} behind a grpo stage, before which the server ends"
             remedy = "name this stage before the grpo stages in `order`"
-            return [_fail("serve", f"stages.{name}.command", stage.command, expected, remedy)]
+            return [fault("serve", f"stages.{name}.command", stage.command, expected, remedy)]
     return []
 
 
@@ -125,11 +112,11 @@ def _lint_stage(
     try:
         part, *others = parse_allocation(stage.allocation).parts
     except UsageError as error:
-        return [_fail("allocation", f"{key}.allocation", stage.allocation, str(error))]
+        return [fault("allocation", f"{key}.allocation", stage.allocation, str(error))]
     if others:
         remedy = "the server's part belongs in serve.allocation"
         expected = "the one part of the trainer"
-        return [_fail("allocation", f"{key}.allocation", stage.allocation, expected, remedy)]
+        return [fault("allocation", f"{key}.allocation", stage.allocation, expected, remedy)]
     findings = _lint_engine(key, stage, part, engines)
     # Only data parallelism cuts a batch: tensor and pipeline ranks take the same rows.
     findings += _lint_sizes(key, stage, part.size("d"))
@@ -139,14 +126,14 @@ def _lint_stage(
         findings += _lint_server_of(f"{key}.grpo", stage.grpo, serve)
         if serve.nodes > stage.nodes:
             expected = f"at most {key}.nodes, {stage.nodes}: a separate server on each"
-            findings.append(_fail("serve", "serve.nodes", serve.nodes, expected))
+            findings.append(fault("serve", "serve.nodes", serve.nodes, expected))
     if stage.fault and stage.fault.kind not in faults:
         remedy = f"choose one{did_you_mean(stage.fault.kind, faults)}"
         expected = "one of " + ", ".join(sorted(faults))
-        findings.append(_fail("fault", f"{key}.fault.kind", stage.fault.kind, expected, remedy))
+        findings.append(fault("fault", f"{key}.fault.kind", stage.fault.kind, expected, remedy))
     if stage.fault and stage.fault.rank >= part.world:
         expected = f"below {part.world}"
-        findings.append(_fail("fault", f"{key}.fault.rank", stage.fault.rank, expected))
+        findings.append(fault("fault", f"{key}.fault.rank", stage.fault.rank, expected))
     return findings
 
 
@@ -156,7 +143,7 @@ def _lint_engine(
     """Whether the engine exists, and can cut a model like that."""
     if part.backend not in engines:
         expected = "a training engine: " + ", ".join(sorted(engines))
-        return [_fail("engine", f"{key}.allocation", part.backend, expected)]
+        return [fault("engine", f"{key}.allocation", part.backend, expected)]
     own = engines[part.backend]
     cut = {letter for letter, size in part.dims.items() if size > 1}
     # No engine here runs the hybrid form, in which the experts are cut in a way of their own.
@@ -164,7 +151,7 @@ def _lint_engine(
         return []
     expected = f"{part.backend} with no dimensions but {', '.join(sorted(own))}"
     remedy = f"write {part.backend}:d{part.world}"
-    return [_fail("engine", f"{key}.allocation", stage.allocation, expected, remedy)]
+    return [fault("engine", f"{key}.allocation", stage.allocation, expected, remedy)]
 
 
 def _lint_agent(key: str, target: str) -> list[Finding]:
@@ -177,7 +164,7 @@ def _lint_agent(key: str, target: str) -> list[Finding]:
     expected = "`path/to/file.py:Class` of an existing file, or `package.module:Class`"
     siblings = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
     remedy = did_you_mean(path.name, siblings).strip(" ()")
-    return [_fail("agent", key, target, expected, remedy)]
+    return [fault("agent", key, target, expected, remedy)]
 
 
 def _lint_server_of(key: str, grpo: GrpoConfig, serve: ServeConfig) -> list[Finding]:
@@ -191,10 +178,10 @@ def _lint_server_of(key: str, grpo: GrpoConfig, serve: ServeConfig) -> list[Find
             else "it gives no log-probabilities, and takes no new weights"
         )
         expected = "vllm or sglang, for rollouts"
-        findings.append(_fail("serve", "serve.engine", serve.engine, expected, remedy))
+        findings.append(fault("serve", "serve.engine", serve.engine, expected, remedy))
     if grpo.max_tokens >= serve.max_model_len:
         expected = f"less than serve.max_model_len, {serve.max_model_len}: the prompt needs room"
-        findings.append(_fail("serve", f"{key}.max_tokens", grpo.max_tokens, expected))
+        findings.append(fault("serve", f"{key}.max_tokens", grpo.max_tokens, expected))
     return findings
 
 
@@ -203,11 +190,11 @@ def _lint_sizes(key: str, stage: StageConfig, shares: int) -> list[Finding]:
     findings = []
     if stage.batch_size % shares:
         expected = f"a multiple of {shares} ranks"
-        findings.append(_fail("batch", f"{key}.batch_size", stage.batch_size, expected))
+        findings.append(fault("batch", f"{key}.batch_size", stage.batch_size, expected))
     grpo = stage.grpo
     if grpo and grpo.max_concurrent < grpo.group_size:
         findings.append(
-            _fail(
+            fault(
                 "staleness",
                 f"{key}.grpo.max_concurrent",
                 grpo.max_concurrent,

@@ -43,6 +43,25 @@ class Finding:
     seconds: float = 0.0
 
 
+def fault(check: str, subject: str, measured: object, expected: str, remedy: str = "") -> Finding:
+    """A finding that stops a run, at the config key `subject`."""
+    return Finding(
+        check=check,
+        status="fail",
+        scope="config",
+        subject=subject,
+        measured=measured,
+        expected=expected,
+        blame="user",
+        remedy=remedy,
+    )
+
+
+def advice(check: str, subject: str, measured: object, expected: str, remedy: str = "") -> Finding:
+    """A finding about a suspicious setting, which stops nothing."""
+    return replace(fault(check, subject, measured, expected, remedy), status="warn")
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The result of a stage. `seconds` is wall time; `started` is UTC, ISO 8601."""

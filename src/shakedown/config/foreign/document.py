@@ -11,7 +11,7 @@ from typing import Any, Literal
 from shakedown.config.foreign.source import Schema
 from shakedown.config.load import KeyLocations
 from shakedown.core.errors import did_you_mean
-from shakedown.core.verdict import Finding
+from shakedown.core.verdict import Finding, advice, fault
 
 # OmegaConf's `${actor.path}`; with a colon it calls a resolver, as in `${oc.env:HOME}`.
 _REFERENCE = re.compile(r"\$\{([A-Za-z0-9_.\[\]-]+)\}")
@@ -150,16 +150,7 @@ def told(
     """A finding about one key of the user's."""
     if isinstance(measured, Mapping | list):
         measured = f"a {'list' if isinstance(measured, list) else 'section'}"  # it may be huge
-    return Finding(
-        check=check,
-        status=status,
-        scope="config",
-        subject=key,
-        measured=measured,
-        expected=expected,
-        blame="user",
-        remedy=remedy,
-    )
+    return (fault if status == "fail" else advice)(check, key, measured, expected, remedy)
 
 
 def count_unknown(body: Mapping[str, Any], schema: Schema, kind: str) -> int:

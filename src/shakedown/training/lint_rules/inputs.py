@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from shakedown.config import CommandStage, Config, StageConfig
+from shakedown.core import verdict
 from shakedown.core.errors import ShakedownError
 from shakedown.core.verdict import Finding
 from shakedown.data_sources import Conversation, conversation_of, parse_source, placed_rows, row_of
@@ -156,17 +157,9 @@ def _memory_folders() -> tuple[Path, ...]:
 
 
 def fault(check: str, subject: str, measured: object, expected: str, remedy: str = "") -> Finding:
-    """A finding that stops a run, at the key `subject`; in one line, without an error's hint."""
-    return Finding(
-        check=check,
-        status="fail",
-        scope="config",
-        subject=subject,
-        measured=measured,
-        expected=" ".join(expected.split()),
-        blame="user",
-        remedy=" ".join(remedy.split()),
-    )
+    """A finding that stops a run, at the key `subject`; an error's text becomes one line."""
+    one_line, advised = " ".join(expected.split()), " ".join(remedy.split())
+    return verdict.fault(check, subject, measured, one_line, advised)
 
 
 def advice(check: str, subject: str, measured: object, expected: str, remedy: str = "") -> Finding:
