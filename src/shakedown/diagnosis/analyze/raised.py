@@ -83,9 +83,11 @@ def root_exception(component: ComponentFacts) -> LogEvent | None:
 # A GPU's own trouble and a want of memory explain what the others' transports then say.
 KILLED_FOR = "Out Of Memory"  # srun's word of a task
 OWN: dict[str, Cause] = {"oom": "out_of_memory", "gpu_error": "gpu_error"}
-# What an exception says -> the cause; the first says what DDP tells the rank that did not use all
-# parameters in its last step.
-_RAISED: Sequence[tuple[re.Pattern[str], Cause]] = (
+# A number of a step that is none.
+METRIC = r"(?:loss|norm|grad\w*)\W{1,4}nan\b"
+# The words of an exception, or of any line, and the cause that they give; the first that fits
+# counts. The first row says what DDP tells the rank that did not use all parameters in its step.
+_WORDS: Sequence[tuple[re.Pattern[str], Cause]] = (
     (re.compile(r"Expected to have finished reduction in the prior"), "conditional_collective"),
     (
         re.compile(
@@ -124,11 +126,7 @@ _RAISED: Sequence[tuple[re.Pattern[str], Cause]] = (
         ),
         "storage",
     ),
-)
-
-
-# What lines say that are no exception's, or that any library raises.
-_WORDS: Sequence[tuple[re.Pattern[str], Cause]] = (
+    # From here on lines that are no exception's, or that any library raises.
     (
         re.compile(
             r"memory allocation of \d+ bytes failed|System memory low|less than desired GPU memory"
@@ -140,7 +138,7 @@ _WORDS: Sequence[tuple[re.Pattern[str], Cause]] = (
         re.compile(
             r"\b(?:found|is|are) (?:nan|inf)\b|loss scale already at minimum"
             r"|overflow detected, setting loss scale to: 0\.0|reducing to 0\.0"
-            r"|(?:loss|norm|grad\w*)\W{1,4}nan\b", re.I,
+            rf"|{METRIC}", re.I,
         ),
         "diverged",
     ),
@@ -182,7 +180,7 @@ _WORDS: Sequence[tuple[re.Pattern[str], Cause]] = (
 
 def cause_of_words(text: str) -> Cause | None:
     """What a line gives as the cause, an exception's or not."""
-    return next((c for pattern, c in (*_RAISED, *_WORDS) if pattern.search(text)), None)
+    return next((c for pattern, c in _WORDS if pattern.search(text)), None)
 
 
 def is_full(event: LogEvent) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis
-from shakedown.diagnosis.analyze.raised import cause_of_words
+from shakedown.diagnosis.analyze.raised import METRIC, cause_of_words
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.records import SourceRef
 from shakedown.diagnosis.summary import Told, loudest
@@ -19,7 +19,7 @@ _LOUD = 2  # from here on a line is a warning, see read/notable.py
 _SERVERS = re.compile(r"EngineCore|VllmWorker|\b(?:vllm|sglang)/")
 # Lines of these are also written while a job stands or goes on.
 _MAY_STAND: frozenset[Cause] = frozenset({"server_unhealthy", "diverged"})
-_A_METRIC = re.compile(r"(?:loss|norm|grad\w*)\W{1,4}nan\b|not up yet", re.I)
+_GOES_ON = re.compile(rf"{METRIC}|not up yet", re.I)
 _CUT_OFF = "a traceback that is cut off"
 _WENT_ON = 60  # lines, a long traceback's included
 # Beside these an exception may be what others' end made of a process.
@@ -31,8 +31,8 @@ _OF_A_WATCHER = re.compile(
     r"|TrainingFailedError|WorkerGroupError|RaySystemError|\w*Unpickling\w*|\w*Failures?"
     r"|\w*Timeout\w*|AssertionError:?$)"
     r"|exit code|\bdied\b|failed to start"
-    # noise of a clean-up, and an analyser's own complaint about its inputs
-    r"|\.nfs[0-9a-f]+|Broken ?pipe|\bexit \d+ \(read\)|missing files:|trace file names"
+    # of a clean-up on NFS, where files that are still open have such names
+    r"|\.nfs[0-9a-f]+"
 )
 
 
@@ -62,7 +62,7 @@ def by_its_words(s: Situation) -> Hypothesis | None:
         cause = "server_unhealthy"
     ended = (
         cause not in _MAY_STAND
-        or not _A_METRIC.search(row.text)
+        or not _GOES_ON.search(row.text)
         or any(r.raised or _CUT_OFF in r.text for r in own)
     )
     path, _, line = row.source.rpartition(":")
